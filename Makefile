@@ -97,8 +97,8 @@ matrix: override export PYTEST_ARGS := $(WORKERS) $(PYTEST_ARGS)
 matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one
 	.ci/matrix
 
-gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and its packages (PART=1 or 2)
-	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS) $(if $(PART),--part $(PART))
+gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and its packages
+	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
 cuda: $(WITH)nvrtc ## Compile every CUDA source to machine code; a warning is an error
 	PYTHONPATH=tests $(BIN)/python -m cuda_compile

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 ROUNDS = 15
-WARM_UP = 3
 
 Run = Callable[[], Any]
-
-
-def median_of(values: Sequence[float], warm_up: int = WARM_UP) -> float:
-    """Return the median without warm-up rounds, or of all rounds with ``--benchmark-disable``."""
-    return statistics.median(values[warm_up:] or values)
 
 
 def seconds_of(run: Run, device: str) -> float:
@@ -36,30 +31,35 @@ def seconds_of(run: Run, device: str) -> float:
     return 1e-3 * float(start.elapsed_time(end))
 
 
-def in_turn(benchmark: Any, runs: dict[str, Run], device: str) -> dict[str, list[float]]:
-    """Time each function, round by round; pytest-benchmark shows the last one."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    *others, subject = runs
+def in_turn(
+    benchmark: Any, timers: dict[str, Callable[[], float]], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Call functions that return seconds, round by round; pytest-benchmark shows the last one."""
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    *others, subject = timers
+    warm_up = max(1, rounds // 5)
 
     def measure(*names: str) -> None:
         for name in names:
-            seconds[name].append(seconds_of(runs[name], device))
+            seconds[name].append(timers[name]())
 
     benchmark.pedantic(
         lambda: measure(subject),
         setup=lambda: measure(*others),
-        rounds=ROUNDS,
-        warmup_rounds=WARM_UP,
+        rounds=rounds,
+        warmup_rounds=warm_up,
         iterations=1,
     )
-    return {name: rounds[WARM_UP:] or rounds for name, rounds in seconds.items()}
+    return {name: found[warm_up:] or found for name, found in seconds.items()}
 
 
 def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str = "") -> None:
     """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes."""
     target = torch.empty_like(like)
     runs = {"copy": lambda: target.copy_(like), "run": run}
-    rounds = in_turn(benchmark, runs, like.device.type)
+    device = like.device.type
+    timers = {name: partial(seconds_of, each, device) for name, each in runs.items()}
+    rounds = in_turn(benchmark, timers)
     seconds = {name: statistics.median(of) for name, of in rounds.items()}
     copied = 2 * like.nbytes
     shares = (copy / own * moved_bytes / copied for copy, own in zip(*rounds.values(), strict=True))
@@ -75,7 +75,8 @@ def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: 
 
 def against_other(benchmark: Any, runs: dict[str, Run]) -> None:
     """Time the last of ``runs`` against the others, on CUDA."""
-    rounds = in_turn(benchmark, runs, "cuda")
+    timers = {name: partial(seconds_of, run, "cuda") for name, run in runs.items()}
+    rounds = in_turn(benchmark, timers)
     *others, subject = runs
     benchmark.extra_info.update(
         milliseconds={name: 1e3 * statistics.median(of) for name, of in rounds.items()},

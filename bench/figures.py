@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.fidelity.runs import Row
 from bench.plots import BELOW, Draw, label_points, plot
-from bench.slow_link import PLAIN, Course
+from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 
@@ -82,19 +82,19 @@ def fidelity(by_task: dict[str, list[Row]]) -> Draw:
     return plot(3.1 * len(by_task), 1, len(by_task), fill)
 
 
-def slow_link(courses: dict[str, Course]) -> Draw:
+def slow_link(race: Race) -> Draw:
     """Draw the loss against the training time.
 
     Names are at the end of curves that reach plain averaging's loss, and at the start of others.
     """
-    styles = line_styles(courses)
+    styles = line_styles(race.courses)
 
     def fill(panels: list[Any]) -> None:
         (axes,) = panels
-        for hook, course in courses.items():
+        for hook, course in race.courses.items():
             xs, ys = zip(*((p.seconds, p.validation_loss) for p in course.points), strict=True)
             axes.plot(xs, ys, linewidth=1.8, **styles[hook])
-        goal = courses[PLAIN].lowest.validation_loss
+        goal = race.goal.validation_loss
         axes.axhline(goal, color=GRAY, linewidth=0.8, linestyle=":")
         axes.set(xscale="log", xlabel="training time", ylabel="validation loss, nats per byte")
         axes.set_xticks([5, 10, 60, 300, 900], ["5 s", "10 s", "1 min", "5 min", "15 min"])
@@ -104,8 +104,8 @@ def slow_link(courses: dict[str, Course]) -> Draw:
         axes.set_ylim(1.6, 4.25)
         axes.set_yticks([2.5, 3, 3.5, 4])
         names: dict[bool, list[tuple[str, float, float, str]]] = {True: [], False: []}
-        for hook, course in courses.items():
-            arrives = course.first_at(goal) is not None
+        for hook, course in race.courses.items():
+            arrives = hook in race.arrivals
             point = course.points[-1 if arrives else 0]
             color = styles[hook]["color"]
             names[arrives].append((short(hook), point.seconds, point.validation_loss, color))
@@ -141,7 +141,7 @@ def scaling(cells: Sequence[dict[str, Any]]) -> Draw:
             axes.set_yticks(ticks, [f"{tick:g} s" for tick in ticks])
             axes.minorticks_off()
             axes.grid(visible=True)
-        panels[0].set_ylabel("time of backward")
+        panels[0].set_ylabel("time")
         for style, label in (("o-", "measured"), ("--", "predicted")):
             panels[0].plot([], [], style, color=GRAY, markersize=4, label=label)
         panels[0].figure.legend(

@@ -1,4 +1,4 @@
-"""Every hook as it is measured, and the tolerance for the error of its first result.
+"""Every hook as it is measured, and torch's.
 
 Errors are relative L2 norms. A result of zeros has the error 1, and a hook that sends some of the
 right numbers has a smaller one. Unbiased hooks may exceed 1: stochastic rounding, or sending some
@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks import HookHandle
-from commhooks.cluster import Ranks
-from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.remote import StepTimes
 from reducer import DistributedDataParallel
+from reducer.host_memory import connect_host
+from reducer.native import HostGroup
 
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
@@ -35,108 +37,8 @@ EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
-
-@dataclass(frozen=True)
-class TorchStyleHook(Entry):
-    """A hook function in torch's style, on the wrapper ``kind``.
-
-    ``share``: its bytes, as a share of plain averaging's; None if they are not known.
-    """
-
-    function: Callable[..., Any] = debugging_hooks.noop_hook
-    share: float | None = 0.0
-    make_state: Callable[[], Any] = NoneType
-    kind: Callable[..., Any] = TorchDDP
-
-    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
-        """Return the bytes that a rank sends in a step; 0 if they are not known."""
-        return round((self.share or 0.0) * TORCH.wire_bytes(gradient_bytes, world_size))
-
-    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
-        """Wrap the module."""
-        model = self.kind(module, **options)
-        model.register_comm_hook(self.make_state(), self.function)
-        return model, None
-
-
-torch_powersgd = functools.partial(
-    powerSGD_hook.PowerSGDState,
-    process_group=None,
-    matrix_approximation_rank=4,
-    start_powerSGD_iter=2,
-)
-"""Returns a state of torch's PowerSGD, which compresses from the earliest step on."""
-_TORCHS = {
-    entry.name: entry
-    for entry in (
-        TorchStyleHook("torch noop"),
-        TorchStyleHook("torch fp16", function=default_hooks.fp16_compress_hook, share=0.5),
-        TorchStyleHook(
-            "torch powersgd",
-            function=powerSGD_hook.powerSGD_hook,
-            share=None,
-            make_state=torch_powersgd,
-        ),
-    )
-}
-
-
-@dataclass(frozen=True)
-class OnHost(Entry):
-    """A hook in our wrapper that averages through host memory."""
-
-    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
-        return super().wrap(module, host_memory=True, **options)
-
-
-NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
-"""Our wrapper with torch's function: the engine does not know that it changes nothing."""
-
-
-@dataclass(frozen=True)
-class MeasuredHook:
-    """An entry of a comparison, and the ``largest_error`` of its first step against the mean.
-
-    None: the result is this rank's gradients, for hooks that average parameters or nothing.
-    """
-
-    name: str
-    largest_error: float | None
-
-    @property
-    def entry(self) -> Entry:
-        """Return the entry."""
-        return entry_of(self.name)
-
-    @property
-    def hook(self) -> str:
-        """Return the name of our hook; empty for torch's."""
-        return "" if self.name.startswith("torch") else self.name.partition(":")[0]
-
-
-def entry_of(name: str) -> Entry:
-    """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
-    if name in (BARE.name, TORCH.name):
-        return BARE if name == BARE.name else TORCH
-    return _TORCHS.get(name) or Entry.of(name)
-
-
-def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[float], list[float]]:
-    """Time a block of steps, see :mod:`commhooks.lab.comparison.remote`.
-
-    Return the seconds of each backward on the slowest rank, and the bytes that each rank sends.
-    """
-    blocks = ranks(remote.time_block, entry, done, steps)
-    by_step = zip(*(block.times for block in blocks), strict=True)
-    seconds = [StepTimes.slowest(step).backward for step in by_step]
-    return seconds, [block.wire_bytes for block in blocks]
-
-
-TORCHS_HOOKS = [MeasuredHook("torch fp16", HALF)]
-"""Torch's hooks that run over Gloo on CPUs. Its bf16 hook is refused there, its quantization hooks
-raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
-
-_LARGEST_ERRORS = {
+MEASURED_HOOKS: dict[str, float | None] = {
+    "torch fp16": HALF,
     "allreduce": EXACT,
     "noop": None,
     **dict.fromkeys(("fp16", "bf16"), HALF),
@@ -157,12 +59,125 @@ _LARGEST_ERRORS = {
     "auto": EXACT,  # until it has measured something
     "guard:inner=int8,max_error=0.5": EIGHT_BITS,
 }
-MEASURED_HOOKS = [MeasuredHook(name, error) for name, error in _LARGEST_ERRORS.items()]
-"""Hooks at their defaults, except those that start later; wrappers around a common hook."""
+"""The hooks at their defaults, except those that start later; wrappers around a common hook.
+
+By the largest error of the first step against the mean. None: the result is this rank's gradients,
+for hooks that average parameters or nothing. Of torch's hooks one runs over Gloo on CPUs with
+several buckets: see bench/torch_hooks.py.
+"""
+
+
+@dataclass(frozen=True)
+class TorchStyleHook(Entry):
+    """A hook function in torch's style, on the wrapper ``kind``.
+
+    ``share``: its bytes, as a share of plain averaging's; 0 also if they are not known.
+    """
+
+    function: Callable[..., Any] = debugging_hooks.noop_hook
+    share: float = 0.0
+    make_state: Callable[[], Any] = NoneType
+    kind: Callable[..., Any] = TorchDDP
+
+    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
+        """Return the bytes that a rank sends in a step; 0 if they are not known."""
+        return round(self.share * TORCH.wire_bytes(gradient_bytes, world_size))
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
+        """Wrap the module."""
+        model = self.kind(module, **options)
+        model.register_comm_hook(self.make_state(), self.function)
+        return model, None
+
+
+_powersgd = functools.partial(
+    powerSGD_hook.PowerSGDState,
+    process_group=None,
+    matrix_approximation_rank=4,
+    start_powerSGD_iter=2,  # the earliest possible step
+)
+_world = functools.partial(getattr, dist.group, "WORLD")
+TORCHS = {
+    entry.name: entry
+    for entry in (
+        TorchStyleHook("torch noop"),
+        TorchStyleHook("torch allreduce", None, default_hooks.allreduce_hook, 1.0),
+        TorchStyleHook("torch fp16", None, default_hooks.fp16_compress_hook, 0.5),
+        TorchStyleHook("torch bf16", None, default_hooks.bf16_compress_hook, 0.5),
+        TorchStyleHook("torch powersgd", None, powerSGD_hook.powerSGD_hook, 0.0, _powersgd),
+        TorchStyleHook(
+            "torch batched powersgd", None, powerSGD_hook.batched_powerSGD_hook, 0.0, _powersgd
+        ),
+        *(
+            TorchStyleHook(f"torch {function.__name__}", None, function, 0.25, _world)
+            for function in (
+                quantization_hooks.quantization_pertensor_hook,
+                quantization_hooks.quantization_perchannel_hook,
+            )
+        ),
+    )
+}
+"""Torch's own hooks, by name."""
+NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
+"""Our wrapper with torch's function: the engine does not know that it changes nothing."""
+
+
+@dataclass(frozen=True)
+class OnHost(Entry):
+    """A hook in our wrapper that averages through host memory."""
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
+        return super().wrap(module, host_memory=True, **options)
+
+
+@dataclass(frozen=True)
+class HostFloor(Entry):
+    """``noop``, and at the end of backward one sum of as many bytes in host memory."""
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
+        model, handle = super().wrap(module, **options)
+        assert dist.group.WORLD is not None
+        host = connect_host(dist.group.WORLD, torch.device("cpu"))
+        assert host is not None
+        own = host.allocate(sum(p.numel() for p in module.parameters()), torch.float32).fill_(1.0)
+        places: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(places, host.offset_of(own))
+        buckets = [
+            each.chunk(len(places)) for each in host.tensors_at(dict(enumerate(places)), own)
+        ]
+
+        def average() -> None:
+            rank = dist.get_rank()
+            dist.barrier()
+            HostGroup.mean_of([slices[rank] for slices in buckets], buckets[rank][rank])
+            dist.barrier()
+            for other, slices in enumerate(buckets):
+                if other != rank:
+                    buckets[rank][other].copy_(slices[other])
+
+        def at_the_end(_: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(average)
+
+        def watch(_: nn.Module, inputs: object, output: torch.Tensor) -> None:
+            output.register_hook(at_the_end)
+
+        model.register_forward_hook(watch)
+        return model, handle
+
+
+def entry_of(name: str) -> Entry:
+    """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
+    known = {BARE.name: BARE, TORCH.name: TORCH, **TORCHS}
+    return known.get(name) or Entry.of(name)
+
+
+def name_of(spec: str) -> str:
+    """Return the name of a hook, without its options."""
+    return spec.partition(":")[0]
 
 
 own = {getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__}
-if missing := own - {measured.hook for measured in MEASURED_HOOKS}:
+if missing := own - set(map(name_of, MEASURED_HOOKS)):
     raise LookupError(
         f"expected a line for every hook in bench/measured_hooks.py; missing: {sorted(missing)}"
     )

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,7 @@ from bench.auto import tables as auto_tables
 from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.gpu import page as gpu_page
-from bench.plots import Draw
-from bench.slow_link import PLAIN, courses_of
+from bench.slow_link import Race
 from bench.tables import groups, quantity, table
 from commhooks.lab.units import format_rate
 
@@ -52,11 +49,11 @@ def _benchmarks(run: Document) -> Iterator[str]:
 
 def _comparison(document: Document) -> Iterator[str]:
     """Render what ``commhooks compare --json`` writes."""
-    notes = "\n".join(f"- {note}" for note in document.get("notes", ()))
     yield f"{document['model']}, {document['world_size']} ranks."
-    yield notes
-    columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds", "wire_bytes"]
-    columns += ["ratio", "error", "peak_bytes", "validation_loss"]
+    yield "\n".join(f"- {note}" for note in document.get("notes", ()))
+    columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds"]
+    columns += ["predicted_seconds", "wire_bytes", "ratio", "error", "peak_bytes"]
+    columns += ["validation_loss"]
     by_link: dict[str, list[Document]] = {}
     for row in document["rows"]:
         by_link.setdefault(row["link"], []).append(row)
@@ -67,16 +64,12 @@ def _comparison(document: Document) -> Iterator[str]:
 
 
 def _predictions(document: Document) -> Iterator[str]:
-    """Render what ``python -m bench.predictions`` writes: predictions beside measurements."""
-    cells = document["cells"]
-    errors = [cell["predicted_seconds"] / cell["measured_seconds"] - 1 for cell in cells]
-    sizes = [abs(error) for error in errors]
+    """Render steps beside their predictions, in the form that they had before comparisons."""
     yield (
-        f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} "
-        f"MiB; time of `loss.backward()`. Error: median {statistics.median(sizes):.0%}, worst "
-        f"{max(sizes):.0%}; of {len(sizes)} cells {sum(size <= 0.15 for size in sizes)} are within "
-        f"15 % and {sum(size <= 0.30 for size in sizes)} within 30 %. Cells that are not "
-        "*undisturbed* were measured while other processes ran, or may have been."
+        f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} MiB; "
+        "time of `loss.backward()`. {median error} is the median error, {worst error} the worst. "
+        "Cells that are not *undisturbed* were measured while other processes ran, or may have "
+        "been.".format(**summary.links(document["cells"]))
     )
     yield table(
         {
@@ -85,61 +78,54 @@ def _predictions(document: Document) -> Iterator[str]:
             "hook": cell["hook"],
             "measured_seconds": cell["measured_seconds"],
             "predicted_seconds": cell["predicted_seconds"],
-            "error": f"{error:+.0%}",
+            "error": f"{cell['predicted_seconds'] / cell['measured_seconds'] - 1:+.0%}",
             "undisturbed": cell["is_undisturbed"],
         }
-        for cell, error in zip(cells, errors, strict=True)
+        for cell in document["cells"]
     )
 
 
 def _slow_link(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
-    about, courses = document["about"], courses_of(document)
-    plain = courses[PLAIN].lowest
-    bare = [seconds for course in courses.values() for seconds in course.bare_step_seconds]
+    race = Race.of(document)
+    bare = [seconds for each in race.courses.values() for seconds in each.bare_step_seconds]
     yield (
-        f"{about['parameters'] / 1e6:.1f} million parameters, {about['ranks']} ranks on "
-        f"{about['cpu']}, {about['cores']} cores, {format_rate(about['bits_per_second'])}, "
-        f"torch {about['torch']}. Plain averaging reached its lowest validation loss, "
-        f"{plain.validation_loss:.4f}, after {plain.step} steps and {plain.seconds:.0f} s. A "
-        f"training step of each rank alone took {quantity('seconds', min(bare))} to "
-        f"{quantity('seconds', max(bare))}, median {quantity('seconds', statistics.median(bare))}, "
-        "before and after the trainings."
+        f"{_machine(race.about)}, {race.about['parameters'] / 1e6:.1f} million parameters, "
+        f"{format_rate(race.about['bits_per_second'])}. Plain averaging reached its lowest "
+        f"validation loss, {race.goal.validation_loss:.4f}, after {race.goal.step} steps and "
+        f"{race.goal.seconds:.0f} s. A training step of each rank alone took "
+        f"{quantity('seconds', min(bare))} to {quantity('seconds', max(bare))}, before and after "
+        "the trainings."
     )
-    yield summary.race_table(courses)
+    yield summary.race_table(race)
 
 
 def _trainings(document: Document) -> Iterator[str]:
     """Render the runs of ``python -m bench.fidelity`` at the present defaults."""
-    about, record = document["about"], Record(document)
+    record = Record(document)
     yield (
-        f"{about['ranks']} ranks, {about['cpu']}, {about['cores']} cores, Python "
-        f"{about['python']}, torch {about['torch']}. Loss on validation data, as the mean over "
-        "seeds; *change* compares it with plain averaging on the same data, *allowed* is the limit "
-        "that the project aims at. `python -m bench.fidelity` continues this file."
+        f"{_machine(record.about)}. Loss on validation data, as the mean over seeds; *change* "
+        "compares it with plain averaging on the same data, *allowed* is the limit that the "
+        "project aims at."
     )
     for task in measured_tasks(record):
         yield f"### {task}, {TASKS[task].steps} steps"
         for recipe, runs in plain_runs(record, task).items():
             losses = [run.loss for run in runs]
             yield (
-                f"Plain averaging, {recipe}: {mean(losses):.4f}; {len(runs)} seeds from "
+                f"Plain averaging, {recipe}: {mean(losses):.4f}; seeds: {len(runs)}, from "
                 f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
-                if len(runs) > 1
-                else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
         yield table(row.cells for row in rows(record, task))
 
 
 def _auto(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.auto`` writes: the hook ``auto`` beside other choices."""
-    about = document["about"]
     yield (
-        f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch "
-        f"{about['torch']}. *auto to it*: the time of a step with `auto`, trials and plans "
-        "included, as a share of that with the setting; the median over turns, and its interval "
-        "of 95 %. A uniform setting is a hook for the whole model whose error is at most that of "
-        "`int4`."
+        f"{_machine(document['about'])}. *auto to it*: the time of a step with `auto`, trials and "
+        "plans included, as a share of that with the setting; the median over turns, and its "
+        "interval of 95 %. A uniform setting is a hook for the whole model whose error is at most "
+        "that of `int4`."
     )
     for entry in document["points"].values():
         yield f"### {auto_tables.title(entry)}"
@@ -151,17 +137,24 @@ def _torch_hooks(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.torch_hooks`` writes: torch's hooks over Gloo, and ours."""
     about = document["about"]
     yield (
-        f"{about['ranks']} ranks, {about['cpu']}, {about['cores']} cores, torch {about['torch']}; "
-        f"load before and after {about['load']}. The loss is that after {about['steps']} steps."
+        f"{_machine(about)}; load before and after {about['load']}. The loss is that after "
+        f"{about['steps']} steps."
     )
     yield table(document["rows"])
+
+
+def _machine(about: Document) -> str:
+    ranks = f"{about['ranks']} ranks on " if "ranks" in about else ""
+    known = {"Python": about.get("python"), "torch": about["torch"]}
+    versions = "".join(f", {name} {version}" for name, version in known.items() if version)
+    return f"{ranks}{about['cpu']}, {about['cores']} cores{versions}"
 
 
 KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "pytest-benchmark": ({"benchmarks", "machine_info"}, _benchmarks),
     "bench.fidelity": ({"runs", "about"}, _trainings),
     "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
-    "bench.predictions": ({"cells"}, _predictions),
+    "predictions": ({"cells"}, _predictions),
     "bench.auto": ({"points", "errors"}, _auto),
     "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
@@ -181,23 +174,15 @@ with their aims, and says what was not reached and why. To measure yourself, use
 or `commhooks compare` for your own model and link."""
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The pages by their path in the repository, and the plots by file name in docs/results."""
-
-    texts: dict[str, str]
-    plots: dict[str, Draw]
-
-
-def make_pages() -> Pages:
-    """Make all pages from the stored results."""
+def make_pages() -> dict[str, str]:
+    """Make all pages from the stored results, by their path in the repository."""
     known = summary.facts(RESULTS)
     texts = {"docs/results/tables.md": make_tables()}
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         is_of_hook = path.parent == DOCS / "hooks"  # docs/generator/hook_pages.py makes these
         if "<!--=" in (text := path.read_text()) and not is_of_hook:
             texts[path.relative_to(ROOT).as_posix()] = summary.fill(text, known)
-    return Pages(texts, summary.plots(RESULTS))
+    return texts
 
 
 def make_tables(results: Path = RESULTS) -> str:
@@ -231,28 +216,16 @@ def section_of(path: Path) -> Iterator[str]:
     )
 
 
-def _write(pages: Pages) -> None:
-    """Write the pages and the plots, and remove the plots of results that are gone."""
-    folder = DOCS / "results"
-    folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.svg"):
-        if old.name not in pages.plots:
-            old.unlink()
-    for name, draw in pages.plots.items():
-        draw(folder / name)
-    for path, text in pages.texts.items():
-        (ROOT / path).write_text(text)
-
-
 def main() -> None:
-    """Write the pages, or print the tables of the files that are named."""
-    try:
-        if len(sys.argv) == 1:
-            _write(make_pages())
-        for path in sys.argv[1:]:
+    """Write the pages and the plots, or print the tables of the files that are named."""
+    if paths := sys.argv[1:]:
+        for path in paths:
             print("\n\n".join(section_of(Path(path))))
-    except UnknownResultError as error:
-        sys.exit(str(error))
+        return
+    for path, text in make_pages().items():
+        (ROOT / path).write_text(text)
+    for name, draw in summary.plots(RESULTS).items():
+        draw(DOCS / "results" / name)
 
 
 if __name__ == "__main__":

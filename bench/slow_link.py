@@ -14,11 +14,12 @@ The model is the demo's GPT, enlarged. It and its training are also for
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,45 @@ class Course:
         """Return the point with the lowest validation loss."""
         return min(self.points, key=lambda point: point.validation_loss)
 
+    @property
+    def step_text(self) -> str:
+        """Return the mean time of a step."""
+        return f"{self.points[-1].seconds / self.points[-1].step:.2g} s"
+
     def first_at(self, loss: float) -> TrainingPoint | None:
         """Return the first point with at most this validation loss, or None."""
         return next((point for point in self.points if point.validation_loss <= loss), None)
 
 
-def courses_of(document: dict[str, Any]) -> dict[str, Course]:
-    """Read the courses of a JSON document, by hook."""
-    return {entry["hook"]: from_json(Course, entry) for entry in document["courses"]}
+@dataclass(frozen=True)
+class Race:
+    """The trainings over one link, by hook. ``about``: the model, the link and the machine."""
+
+    about: Mapping[str, Any]
+    courses: Mapping[str, Course]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Race:
+        """Read a JSON document."""
+        courses = (from_json(Course, entry) for entry in document["courses"])
+        return cls(document["about"], {course.hook: course for course in courses})
+
+    @property
+    def goal(self) -> TrainingPoint:
+        """Return the point where plain averaging has its lowest loss."""
+        return self.courses[PLAIN].lowest
+
+    @functools.cached_property
+    def arrivals(self) -> dict[str, TrainingPoint]:
+        """The points at which hooks reach that loss, the earliest first."""
+        loss = self.goal.validation_loss
+        points = {hook: course.first_at(loss) for hook, course in self.courses.items()}
+        arrived = {hook: point for hook, point in points.items() if point is not None}
+        return dict(sorted(arrived.items(), key=lambda item: item[1].seconds))
+
+    def speed_up(self, hook: str, other: str) -> float:
+        """Return the time of another hook to that loss, divided by that of ``hook``."""
+        return self.arrivals[other].seconds / self.arrivals[hook].seconds
 
 
 def make_gpt() -> GPT:
@@ -146,8 +178,8 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
         yield validate
 
 
-def race(hook: str, ranks: Ranks, steps: int, seconds: float, goal: float) -> Course:
-    """Train with one hook from the first step, until a limit or the validation loss ``goal``."""
+def run(hook: str, ranks: Ranks, steps: int, goal: float) -> Course:
+    """Train with one hook for some steps, or until the validation loss ``goal``."""
     ranks(remote.prepare, Workload(MODEL))
     before = _bare_step_seconds(ranks), os.getloadavg()[0]
     ranks(remote.begin_training, Entry.of(hook), TRAINING)
@@ -162,7 +194,7 @@ def race(hook: str, ranks: Ranks, steps: int, seconds: float, goal: float) -> Co
             f"validation loss {point.validation_loss:.4f}",
             flush=True,
         )
-        is_over = point.step >= steps or point.seconds >= seconds or point.validation_loss <= goal
+        is_over = point.step >= steps or point.validation_loss <= goal
     after = _bare_step_seconds(ranks), os.getloadavg()[0]
     return Course(hook, points, *zip(before, after, strict=True))
 
@@ -180,34 +212,6 @@ def _bare_step_seconds(ranks: Ranks) -> float:
 
 def main() -> None:
     """Train with each hook that the file lacks."""
-    arguments = _parser().parse_args()
-    rate = parse_rate(arguments.rate)
-    courses = courses_of(files.load(arguments.result, {"courses": []}))
-    about = {
-        "model": MODEL,
-        "parameters": sum(parameter.numel() for parameter in make_gpt().parameters()),
-        "ranks": arguments.ranks,
-        "bits_per_second": rate,
-    }
-    for hook in arguments.hook or (PLAIN, *HOOKS):
-        if hook in courses and not arguments.again:
-            continue
-        print(hook, flush=True)
-        limits = (arguments.steps, math.inf, -math.inf)
-        if hook != PLAIN:
-            goal = courses[PLAIN].lowest.validation_loss if PLAIN in courses else -math.inf
-            limits = (2 * arguments.steps, arguments.seconds, goal)
-        link = shaped_link(arguments.ranks, rate)
-        with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
-            courses[hook] = race(hook, ranks, *limits)
-        document = {
-            "about": about | describe_machine(),
-            "courses": [asdict(courses[hook]) for hook in sorted(courses)],
-        }
-        files.save(arguments.result, document)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -216,9 +220,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", default="100mbit", help="of each rank's link; default: 100mbit")
     parser.add_argument("--hook", action="append", help="may be repeated; default: eight and noop")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of allreduce; default: {STEPS}")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, for each hook")
-    parser.add_argument("--again", action="store_true", help="train also what is in the file")
-    return parser
+    arguments = parser.parse_args()
+    rate = parse_rate(arguments.rate)
+    about = {
+        "model": MODEL,
+        "parameters": sum(parameter.numel() for parameter in make_gpt().parameters()),
+        "ranks": arguments.ranks,
+        "bits_per_second": rate,
+    }
+    courses = dict(Race.of(files.load(arguments.result, {"about": {}, "courses": []})).courses)
+    for hook in (PLAIN, *(arguments.hook or HOOKS)):
+        if hook in courses:
+            continue
+        print(hook, flush=True)
+        limits = (arguments.steps, -math.inf)
+        if hook != PLAIN:
+            limits = (2 * arguments.steps, courses[PLAIN].lowest.validation_loss)
+        link = shaped_link(arguments.ranks, rate)
+        with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
+            courses[hook] = run(hook, ranks, *limits)
+        document = {
+            "about": about | describe_machine(),
+            "courses": [asdict(courses[hook]) for hook in sorted(courses)],
+        }
+        files.save(arguments.result, document)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ compares the pages with the files. The newest file of each kind counts.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import textwrap
@@ -19,10 +18,12 @@ from bench import figures
 from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
+from bench.files import load, newest
 from bench.gpu import page as gpu_page
 from bench.plots import Draw
-from bench.slow_link import PLAIN, Course, courses_of
-from commhooks.lab.units import format_rate, parse_rate
+from bench.slow_link import PLAIN, Race
+from bench.tables import markdown
+from commhooks.lab.units import format_rate
 
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
@@ -34,6 +35,8 @@ _ONE_WORKER = (
 _MARKED = re.compile(r"<!--=(?P<name>[^>]+)-->(?P<old>.*?)<!--=-->", re.DOTALL)
 _LIMIT = 0.02
 """The change of the loss that counts as a loss."""
+
+Document = Mapping[str, Any]
 
 
 class UnknownFactError(LookupError):
@@ -62,56 +65,44 @@ def fill(text: str, known: Mapping[str, str]) -> str:
 
 def plots(results: Path) -> dict[str, Draw]:
     """Return the plots, by file name."""
-    record = Record.load(max(results.glob("*-fidelity.json")))
+    record = Record.newest(results)
     by_task = {task: rows(record, task) for task in measured_tasks(record)}
     return {
         "fidelity.svg": figures.fidelity(by_task),
-        "slow-link.svg": figures.slow_link(courses_of(_race(results, HEADLINE))),
-        "scaling.svg": figures.scaling(_newest(results, "*-links.json")["cells"]),
-        "kernels.svg": figures.kernels(_newest(results, "*-kernels.json")["benchmarks"]),
+        "slow-link.svg": figures.slow_link(_race(results, HEADLINE)),
+        "scaling.svg": figures.scaling(cells(results)),
+        "kernels.svg": figures.kernels(newest(results, "*-kernels.json")["benchmarks"]),
     }
 
 
 def facts(results: Path) -> dict[str, str]:
     """Return all figures by name."""
-    found = _fidelity(Record.load(max(results.glob("*-fidelity.json"))))
-    for race in RACES:
-        found |= _of_race(race, _race(results, race))
-    races = {race: courses_of(_race(results, race)) for race in RACES}
-    found |= _links(_newest(results, "*-links.json")["cells"])
-    found |= _kernels(_newest(results, "*-kernels.json")["benchmarks"])
-    found |= _averaging(_newest(results, "*-2-cores-averaging.json")["benchmarks"])
-    found |= _four_ranks(_newest(results, "*-averaging-4-ranks.json")["benchmarks"])
-    found |= _comparison(_newest(results, "*-compare-1gbit.json")["rows"])
-    found |= _torch_hooks(_newest(results, "*-torch-hooks.json"))
-    found |= gpu_page.facts(_newest_gpu_check(results))
-    return found | {"headline": _headline(found), "races": _of_all_races(races)}
+    record = Record.newest(results)
+    races = {name: _race(results, name) for name in RACES}
+    gpu_runs = (load(path) for path in sorted(results.glob("*.json"), reverse=True))
+    found = _fidelity(record)
+    for name, race in races.items():
+        found |= {f"{name} {fact}": text for fact, text in _of_race(race).items()}
+    return {
+        **found,
+        "races": _of_all_races(races),
+        "headline": _headline(races[HEADLINE], record),
+        **links(cells(results)),
+        **_kernels(newest(results, "*-kernels.json")["benchmarks"]),
+        **_averaging(newest(results, "*-2-cores-averaging.json")["benchmarks"]),
+        **_four_ranks(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
+        **_comparison(newest(results, "*-compare-1gbit.json")["rows"]),
+        **_torch_hooks(newest(results, "*-torch-hooks.json")),
+        **gpu_page.facts(next(run for run in gpu_runs if {"stages", "machine"} <= run.keys())),
+    }
 
 
-def _newest(results: Path, pattern: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(max(results.glob(pattern)).read_text())
-    return document
+def _race(results: Path, name: str) -> Race:
+    return Race.of(newest(results, f"*-{name}-ranks.json"))
 
 
-def _newest_gpu_check(results: Path) -> dict[str, Any]:
-    """Return the newest run of ``make gpu-check``, whose file is named after the device."""
-    runs = (json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True))
-    return next(run for run in runs if {"stages", "machine"} <= run.keys())
-
-
-def _race(results: Path, race: str) -> dict[str, Any]:
-    return _newest(results, f"*-{race}-ranks.json")
-
-
-def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(
-        f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *lines]
-    )
-
-
-def _percent(change: float, digits: int = 1) -> str:
-    return f"{100 * change:+.{digits}f} %"
+def _percent(change: float) -> str:
+    return f"{100 * change:+.1f} %"
 
 
 def _times(ratio: float) -> str:
@@ -126,21 +117,21 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _fidelity(record: Record) -> dict[str, str]:
-    measured = {hook: list(found.values()) for hook, found in by_hook(record).items()}
-    worst = {hook: max(row.change for row in found) for hook, found in measured.items()}
-    shares = {hook: max(row.byte_share for row in found) for hook, found in measured.items()}
+    worst = _worst(record)
+    shares = {
+        hook: max(row.byte_share for row in found.values())
+        for hook, found in by_hook(record).items()
+    }
     within = [hook for hook, change in worst.items() if change <= _LIMIT]
     least = min(within, key=shares.__getitem__)
-    tasks = measured_tasks(record)
-    plain = [next(iter(plain_runs(record, task).values())) for task in tasks]
+    plain = [next(iter(plain_runs(record, task).values())) for task in measured_tasks(record)]
     spreads = [spread(runs) for runs in plain if len(runs) > 1]
-    seeds = {len(row.runs) for found in measured.values() for row in found}
+    seeds = {len(row.runs) for found in by_hook(record).values() for row in found.values()}
     gpt = rows(record, "gpt")
     beyond = [hook for hook in sorted(worst, key=worst.__getitem__) if hook not in within]
     return {
         "hooks": str(len(worst)),
         "within": str(len(within)),
-        "within names": _code(within),
         "least": f"`{least}`",
         "least share": f"{100 * shares[least]:.0f} %",
         "beyond": textwrap.fill(_code(beyond), 118),
@@ -149,8 +140,13 @@ def _fidelity(record: Record) -> dict[str, str]:
         "front": _trainings(_front(gpt)),
         "one worker": _trainings(row for row in gpt if row.trained.title in _ONE_WORKER),
         **{f"loss {row.trained.title}": _percent(row.change_to_usual) for row in gpt},
-        **{f"worst {hook}": f"{100 * change:.0f} %" for hook, change in worst.items()},
     }
+
+
+def _worst(record: Record) -> dict[str, float]:
+    """Return the change of the loss on the task that suffers most, by hook."""
+    measured = by_hook(record).items()
+    return {hook: max(row.change for row in found.values()) for hook, found in measured}
 
 
 def _front(found: list[Row]) -> list[Row]:
@@ -159,7 +155,7 @@ def _front(found: list[Row]) -> list[Row]:
 
 
 def _trainings(found: Iterable[Row]) -> str:
-    return table(
+    return markdown(
         ["training", "optimizer", "bytes", "loss against plain averaging with AdamW", "by seed"],
         [
             [
@@ -177,84 +173,81 @@ def _trainings(found: Iterable[Row]) -> str:
 # ------------------------------------------------------------------------- training over a link
 
 
-def _of_race(race: str, document: dict[str, Any]) -> dict[str, str]:
-    courses, about = courses_of(document), document["about"]
-    seconds = _arrivals(courses)
-    found = {
-        "parameters": f"{about['parameters'] / 1e6:.1f} million",
-        "ranks": str(about["ranks"]),
-        "rate": format_rate(about["bits_per_second"]),
-        "loss": f"{courses[PLAIN].lowest.validation_loss:.3f}",
-        "steps": str(courses[PLAIN].lowest.step),
-        "names": _code(short(hook) for hook in seconds if hook not in (PLAIN, "noop")),
+def _of_race(race: Race) -> dict[str, str]:
+    about = race.about
+    return {
+        "parameters": _millions(race),
+        "loss": f"{race.goal.validation_loss:.3f}",
+        "steps": str(race.goal.step),
         "machine": "{cpu}, {cores} cores, torch {torch}, Python {python}".format(**about),
-        "table": race_table(courses),
+        "table": race_table(race),
+        **{f"{short(hook)} step": each.step_text for hook, each in race.courses.items()},
+        **{short(hook): f"{point.seconds:.0f} s" for hook, point in race.arrivals.items()},
+        **{f"{short(hook)} to bf16": _times(race.speed_up(hook, "bf16")) for hook in race.arrivals},
     }
-    for hook, course in courses.items():
-        found[f"{short(hook)} step"] = f"{course.points[-1].seconds / course.points[-1].step:.2g} s"
-    for hook, arrival in seconds.items():
-        found[short(hook)] = f"{arrival:.0f} s"
-        for other in (PLAIN, "bf16"):
-            found[f"{short(hook)} to {other}"] = _times(seconds[other] / arrival)
-    return {f"{race} {name}": text for name, text in found.items()}
 
 
-def race_table(courses: Mapping[str, Course]) -> str:
+def _millions(race: Race) -> str:
+    return f"{race.about['parameters'] / 1e6:.1f} million"
+
+
+def race_table(race: Race) -> str:
     """Return the times of hooks to plain averaging's lowest loss, the fastest first."""
-    seconds, loss = _arrivals(courses), courses[PLAIN].lowest.validation_loss
-    lasts = {hook: course.points[-1] for hook, course in courses.items()}
-    never = [hook for hook in lasts if hook not in seconds]
+    lasts = {hook: course.points[-1] for hook, course in race.courses.items()}
+    never = [hook for hook in lasts if hook not in race.arrivals]
     never.sort(key=lambda hook: lasts[hook].validation_loss)
     lines = []
-    for hook in (*seconds, *never):
-        last, arrival = lasts[hook], courses[hook].first_at(loss)
-        line = [f"`{hook}`".replace("|", "\\|"), f"{last.seconds / last.step:.2g} s"]
+    for hook in (*race.arrivals, *never):
+        last, arrival = lasts[hook], race.arrivals.get(hook)
+        line = [f"`{hook}`".replace("|", "\\|"), race.courses[hook].step_text]
         line += [f"{last.wire_bytes / last.step / 1e6:.2g} MB"]
         if arrival is None:
             line += [f"not in {last.step} steps: {last.validation_loss:.3f}", "", ""]
         else:
-            line += [f"{arrival.seconds:.0f} s, {arrival.step} steps"]
-            others = (seconds.get(other) for other in (PLAIN, "bf16"))
-            line += [_times(other / arrival.seconds) if other else "" for other in others]
+            line += [f"{arrival.seconds:.0f} s, {arrival.step} steps", *_speed_ups(race, hook)]
         lines.append(line)
     columns = ["hook", "step", "sent per step", "time to that loss", "times faster", "than `bf16`"]
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
-def _arrivals(courses: Mapping[str, Course]) -> dict[str, float]:
-    """Return the seconds after which hooks reach plain averaging's lowest loss, the first first."""
-    loss = courses[PLAIN].lowest.validation_loss
-    points = {hook: course.first_at(loss) for hook, course in courses.items()}
-    seconds = {hook: point.seconds for hook, point in points.items() if point is not None}
-    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+def _speed_ups(race: Race, hook: str) -> list[str]:
+    """Return how many times faster than plain averaging and ``bf16`` a hook is."""
+    others = [other for other in (PLAIN, "bf16") if other in race.arrivals]
+    return [_times(race.speed_up(hook, other)) for other in others]
 
 
-def _of_all_races(races: Mapping[str, Mapping[str, Course]]) -> str:
+def _of_all_races(races: Mapping[str, Race]) -> str:
     """Return a table of all hooks over all links."""
-    seconds = {race: _arrivals(courses) for race, courses in races.items()}
-    lines = []
-    for hook in dict.fromkeys([*seconds[HEADLINE], *races[HEADLINE]]):
-        line = [f"`{short(hook)}`"]
-        for found in seconds.values():
-            ratios = [found[other] / found[hook] for other in (PLAIN, "bf16") if hook in found]
-            line.append(" / ".join(map(_times, ratios)) or "never")
-        lines.append(line)
-    links = [race.partition("-") for race in races]
-    titles = [f"{format_rate(parse_rate(rate))}, {ranks} ranks" for rate, _, ranks in links]
-    return table(["hook", *titles], lines)
+    first = races[HEADLINE]
+    lines = [
+        [
+            f"`{short(hook)}`",
+            *(
+                " / ".join(_speed_ups(race, hook)) if hook in race.arrivals else "never"
+                for race in races.values()
+            ),
+        ]
+        for hook in dict.fromkeys([*first.arrivals, *first.courses])
+    ]
+    abouts = [race.about for race in races.values()]
+    titles = [f"{format_rate(a['bits_per_second'])}, {a['ranks']} ranks" for a in abouts]
+    return markdown(["hook", *titles], lines)
 
 
-def _headline(known: Mapping[str, str]) -> str:
-    of = {name.removeprefix(f"{HEADLINE} "): text for name, text in known.items()}
-    names = re.findall("`(.*?)`", of["names"])
-    best, safe = names[0], next(name for name in names if f"`{name}`" in known["within names"])
+def _headline(race: Race, record: Record) -> str:
+    worst = _worst(record)
+    hooks = [hook for hook in race.arrivals if hook not in (PLAIN, "noop")]
+    best, safe = hooks[0], next(hook for hook in hooks if worst.get(hook, 1) <= _LIMIT)
+    seconds = {hook: f"{point.seconds:.0f} s" for hook, point in race.arrivals.items()}
+    to_plain, to_bf16 = _speed_ups(race, safe)
     text = (
-        f"A GPT of {of['parameters']} parameters on {of['ranks']} ranks over {of['rate']} reaches "
-        f"plain averaging's lowest loss with `{safe}` in {of[safe]} instead of {of[PLAIN]}: "
-        f"{of[f'{safe} to {PLAIN}']} times faster than plain averaging, {of[f'{safe} to bf16']} "
-        f"times faster than `bf16`. `{best}` takes {of[best]} ({of[f'{best} to {PLAIN}']} and "
-        f"{of[f'{best} to bf16']} times), but ends trainings up to {known[f'worst {best}']} above "
-        f"plain averaging's loss, even after a warm-up; `{safe}` stays within 2 %."
+        f"A GPT of {_millions(race)} parameters on {race.about['ranks']} ranks over "
+        f"{format_rate(race.about['bits_per_second'])} reaches plain averaging's lowest loss with "
+        f"`{safe}` in {seconds[safe]} instead of {seconds[PLAIN]}: {to_plain} times faster than "
+        f"plain averaging, {to_bf16} times faster than `bf16`. `{best}` takes {seconds[best]} "
+        f"({' and '.join(_speed_ups(race, best))} times), but ends trainings up to "
+        f"{100 * worst[best]:.0f} % above plain averaging's loss, even after a warm-up; `{safe}` "
+        "stays within 2 %."
     )
     return textwrap.fill(text, 118, break_on_hyphens=False)
 
@@ -262,16 +255,42 @@ def _headline(known: Mapping[str, str]) -> str:
 # --------------------------------------------------------------------------------- single steps
 
 
-def _links(cells: list[dict[str, Any]]) -> dict[str, str]:
-    errors = [abs(cell["predicted_seconds"] / cell["measured_seconds"] - 1) for cell in cells]
+def cells(results: Path) -> list[dict[str, Any]]:
+    """Return the newest steps over links, measured and predicted.
+
+    They are those of all files of ``commhooks compare`` of the newest date whose names contain
+    "links", one per number of ranks. An older file has the cells themselves.
+    """
+    date = max(results.glob("*-links*.json")).name[:10]
+    documents = map(load, results.glob(f"{date}-*-links*.json"))
+    return [cell for document in documents for cell in document.get("cells") or _cells(document)]
+
+
+def _cells(comparison: Document) -> list[dict[str, Any]]:
+    return [
+        {
+            "ranks": comparison["world_size"],
+            "hook": row["hook"],
+            "bits_per_second": row["bits_per_second"],
+            "measured_seconds": row["step_seconds"],
+            "predicted_seconds": row["predicted_seconds"],
+        }
+        for row in comparison["rows"]
+        if row["measured"] and row["predicted_seconds"] and row["hook"] not in ("bare", "torch")
+    ]
+
+
+def links(found: Sequence[Document]) -> dict[str, str]:
+    """Return the number of cells, and how far predictions are off."""
+    errors = [abs(cell["predicted_seconds"] / cell["measured_seconds"] - 1) for cell in found]
     return {
-        "cells": str(len(cells)),
+        "cells": str(len(found)),
         "median error": f"{100 * statistics.median(errors):.0f} %",
         "worst error": f"{100 * max(errors):.0f} %",
     }
 
 
-def _kernels(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
+def _kernels(benchmarks: Sequence[Document]) -> dict[str, str]:
     shares = [
         row["extra_info"]["share_of_copy"]
         for row in benchmarks
@@ -283,31 +302,24 @@ def _kernels(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _averaging(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
+def _averaging(benchmarks: Sequence[Document]) -> dict[str, str]:
     """Return the spans of shares of torch's step over both gradient modes."""
-
-    def span(model: str, hook: str) -> str:
-        found = [row for row in benchmarks if row["name"].startswith(f"test_averaging[{model}-")]
-        ratios = [
-            row["extra_info"]["ratio_to_torch"]
-            for row in found
-            if row["extra_info"]["hook"] == hook
-        ]
-        return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-    return {
-        f"averaging {size}{way}": span(model, f"allreduce{way}")
-        for size, model in (("large", "Transformer"), ("small", "ManySmall"))
-        for way in ("", ", host memory")
-    }
+    ratios: dict[str, list[float]] = {}
+    for row in benchmarks:
+        size = "large" if "[Transformer-" in row["name"] else "small"
+        hook, _, way = row["extra_info"]["hook"].partition(", ")
+        if hook == PLAIN:
+            name = ", ".join(filter(None, (f"averaging {size}", way)))
+            ratios.setdefault(name, []).append(row["extra_info"]["ratio_to_torch"])
+    return {name: f"{min(found):.2f} to {max(found):.2f}" for name, found in ratios.items()}
 
 
-def _four_ranks(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
+def _four_ranks(benchmarks: Sequence[Document]) -> dict[str, str]:
     found = {row["extra_info"]["hook"]: row["extra_info"]["ratio_to_torch"] for row in benchmarks}
     return {"averaging of four, host memory": f"{found['allreduce, host memory']:.2f}"}
 
 
-def _comparison(measured: list[dict[str, Any]]) -> dict[str, str]:
+def _comparison(measured: Sequence[Document]) -> dict[str, str]:
     seconds: dict[str, dict[str, float]] = {}
     for row in measured:
         seconds.setdefault(row["hook"], {})[row["link"]] = row["step_seconds"]
@@ -325,36 +337,32 @@ def _comparison(measured: list[dict[str, Any]]) -> dict[str, str]:
     compressing = [hook for hook in hooks if hook not in (PLAIN, "bf16")]
     peaks = {row["hook"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in measured}
     return {
-        "single step": table(columns, lines),
+        "single step": markdown(columns, lines),
         "slower": str(sum(shares[hook][0] > 1 for hook in compressing)),
         "compressing": str(len(compressing)),
-        **{f"loopback {short(hook)} to bf16": f"{shares[hook][1]:.2f}" for hook in hooks},
+        "loopback int8 to bf16": f"{shares['int8'][1]:.2f}",
         **{f"memory {short(hook)}": peak for hook, peak in peaks.items()},
     }
 
 
-def _torch_hooks(document: dict[str, Any]) -> dict[str, str]:
+def _torch_hooks(document: Document) -> dict[str, str]:
     rows = {row["hook"]: row for row in document["rows"]}
-    theirs = {
-        hook.removesuffix("_hook").removesuffix("_compress").lower(): hook
-        for hook in document["tried"]
-    }
     unit = rows["allreduce_hook"]["step_seconds"]
     lines = []
-    for hook in (hook for hook in rows if hook in theirs):
-        pair = [rows.get(name) for name in (hook, theirs[hook])]
-        lines.append([f"`{hook}`", f"`{theirs[hook]}`"])
-        for key, divisor, digits in ("step_seconds", unit, ".2f"), ("validation_loss", 1, ".3f"):
-            lines[-1] += [f"{row[key] / divisor:{digits}}" if row else "fails" for row in pair]
+    for theirs in document["tried"]:
+        ours = theirs.removesuffix("_hook").removesuffix("_compress").lower()
+        if ours in rows:
+            pair = [rows[ours], rows.get(theirs)]
+            steps = [f"{row['step_seconds'] / unit:.2f}" if row else "fails" for row in pair]
+            losses = [f"{row['validation_loss']:.3f}" if row else "fails" for row in pair]
+            lines.append([f"`{ours}`", f"`{theirs}`", *steps, *losses])
     columns = ["here", "torch", "step here", "step there", "loss here", "loss there"]
-    return {"torch hooks": table(columns, lines), "torch hooks tried": _trials(document["tried"])}
-
-
-def _trials(tried: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """Return how trials of torch's hooks ended, on several buckets and on one."""
-    ends = {
-        hook: ["; ".join(f"{n}: {how}" for how, n in found.items()) for found in by_count.values()]
-        for hook, by_count in tried.items()
+    trials = []
+    for theirs, by_count in document["tried"].items():
+        ends = ("; ".join(f"{n}: {how}" for how, n in found.items()) for found in by_count.values())
+        several, one = ends
+        trials.append([f"`{theirs}`", several, "the same" if several == one else one])
+    return {
+        "torch hooks": markdown(columns, lines),
+        "torch hooks tried": markdown(["hook", "several buckets", "one bucket"], trials),
     }
-    lines = [[f"`{hook}`", a, "the same" if a == b else b] for hook, (a, b) in ends.items()]
-    return table(["hook", "several buckets", "one bucket"], lines)

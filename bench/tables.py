@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _UNITS = {
@@ -13,6 +13,13 @@ _UNITS = {
     "bytes": (1e-6, "MB"),
     "bandwidth": (1e-9, "GB/s"),
 }
+
+
+def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table of these cells."""
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *lines]
+    )
 
 
 def table(rows: Iterable[Mapping[str, Any]], *, aligned: bool = True) -> str:

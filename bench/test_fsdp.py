@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.copies import median_of
+from bench.copies import in_turn
 from bench.models import ThreeLayers
 from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks
@@ -21,7 +22,6 @@ from commhooks.cluster.links import shaped_link, unavailable
 from commhooks.integrations.fsdp import QuantizedReduceScatter, quantize_reduce_scatter
 
 NUMBERS = ["int8", "fp8", "int4", "bf16"]
-WARM_UP = 1
 ROUNDS = 5
 TORCH = "torch"
 """The name of torch's reduce-scatter, in float32, beside those of numbers in few bits."""
@@ -50,20 +50,23 @@ def prepare(_rank: int, numbers: list[str]) -> None:
     _reduce(TORCH, _flat["mean"])
 
 
-def collective(_rank: int, name: str) -> tuple[float, float]:
-    """Return the seconds of a reduce-scatter alone, and its error relative to the exact means.
+def error_of(_rank: int, name: str) -> float:
+    """Return the root mean square of the error, relative to that of the exact means."""
+    output = torch.empty_like(_flat["mean"])
+    _reduce(name, output)
+    return float((output - _flat["mean"]).norm() / _flat["mean"].norm())
 
-    The error is the ratio of the root mean squares.
-    """
+
+def collective(_rank: int, name: str) -> float:
+    """Return the seconds of a reduce-scatter alone."""
     output = torch.empty_like(_flat["mean"])
     dist.barrier()
     start = time.perf_counter()
     _reduce(name, output)
-    seconds = time.perf_counter() - start
-    return seconds, float((output - _flat["mean"]).norm() / _flat["mean"].norm())
+    return time.perf_counter() - start
 
 
-def step(_rank: int, name: str) -> tuple[float]:
+def step(_rank: int, name: str) -> float:
     """Return the seconds of a forward and a backward, which gather the parameters twice."""
     model = _models[name]
     inputs = ThreeLayers.example_input()
@@ -72,7 +75,7 @@ def step(_rank: int, name: str) -> tuple[float]:
     model(inputs).sum().backward()
     seconds = time.perf_counter() - start
     nn.Module.zero_grad(model)
-    return (seconds,)
+    return seconds
 
 
 def sent(_rank: int, name: str) -> tuple[int, int]:
@@ -100,35 +103,23 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     """Measure the collective alone and the whole step, in turn with torch's."""
-    error = max(error for _, error in ranks(collective, numbers))
+    error = max(ranks(error_of, numbers))
     assert error < 0.2
-    seconds: dict[tuple[Any, str], list[float]] = {}
-
-    def run(function: Any, name: str) -> None:
-        seconds.setdefault((function, name), []).append(max(ranks(function, name))[0])
-
-    def run_others() -> None:
-        run(collective, TORCH)
-        run(step, TORCH)
-        run(step, numbers)
-
-    benchmark.pedantic(
-        run,
-        (collective, numbers),
-        setup=run_others,
-        rounds=ROUNDS,
-        warmup_rounds=WARM_UP,
-        iterations=1,
-    )
-    median = {key: median_of(values, WARM_UP) for key, values in seconds.items()}
+    timers = {
+        f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks(work, name))
+        for work in (step, collective)
+        for prefix, name in (("torch ", TORCH), ("", numbers))
+    }
+    seconds = in_turn(benchmark, timers, ROUNDS)
+    median = {name: statistics.median(found) for name, found in seconds.items()}
     wire_bytes, plain_bytes = ranks(sent, numbers)[0]
     benchmark.extra_info.update(
         error=error,
         ratio=plain_bytes / wire_bytes,
-        seconds=median[collective, numbers],
-        torch_seconds=median[collective, TORCH],
-        times_faster=median[collective, TORCH] / median[collective, numbers],
-        step_seconds=median[step, numbers],
-        torch_step_seconds=median[step, TORCH],
+        seconds=median["collective"],
+        torch_seconds=median["torch collective"],
+        times_faster=median["torch collective"] / median["collective"],
+        step_seconds=median["step"],
+        torch_step_seconds=median["torch step"],
         aim="int8: 3.5 times fewer bytes, 2.5 times faster",
     )

@@ -1,8 +1,8 @@
-"""Codecs against a plain copy of the same gradients; on CPUs on one thread."""
+"""Codecs and the selection of top-k against a plain copy of the gradients, on one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.copies import against_copy
+from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 
@@ -37,12 +38,8 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
 
 
 @pytest.fixture(scope="module")
-def gradients() -> Iterator[Tensor]:
-    """Use one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    torch.set_num_threads(threads)
+def gradients(one_thread: None) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.benchmark(group="kernels: encode")
@@ -99,3 +96,21 @@ def decoded(codec: BlockCodec, messages: Tensor, like: Tensor) -> Tensor:
     values = torch.empty_like(like)
     codec.average(messages, values, like.numel())
     return values
+
+
+@pytest.mark.benchmark(group="kernels: select the largest 1 %")
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
+def test_selection(benchmark: Any, gradients: Tensor, feedback: bool) -> None:
+    """Select. With feedback, the same pass adds the error."""
+    count = gradients.numel() // 100
+    total = gradients.clone()
+    errors = 0.1 * gradients if feedback else None
+    expected = 1.1 * gradients if feedback else gradients
+    indices = select_largest(total, errors, count)
+    torch.testing.assert_close(total, expected)
+    largest = total.abs().topk(count, sorted=False).values.sort().values
+    assert torch.equal(total[indices.long()].abs().sort().values, largest)
+    nothing = torch.zeros_like(total) if feedback else None  # so that all rounds are equal
+    moved_bytes = total.nbytes * (3 if feedback else 1)
+    run = partial(select_largest, total, nothing, count)
+    against_copy(benchmark, run, moved_bytes, gradients, "40 ms")

@@ -104,8 +104,9 @@ class DistributedDataParallel(TorchNames, Joinable):
             bucket.
         key_process_groups: for some of these keys, other ranks to average over, e.g. those that
             have the same experts. Their gradients are averaged exactly, whatever the hook.
-        host_memory: let ``allreduce``, ``fp16`` and ``bf16`` average through shared memory, if all
-            ranks run on one host; see docs/performance.md.
+        host_memory: let ranks of one host share the memory of their buckets: ``allreduce``,
+            ``fp16`` and ``bf16`` use it if all ranks share a host, ``hierarchical`` inside each
+            host. On the CPU with Gloo, on Linux. See docs/performance.md.
 
     Attributes:
         options: the checked options; read-only, except through the methods that change one.
@@ -156,7 +157,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         stable_buckets: bool = False,
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
         key_process_groups: Mapping[Hashable, dist.ProcessGroup] | None = None,
-        host_memory: bool = False,
+        host_memory: bool = True,
     ) -> None:
         ENGINE.require("commhooks.DistributedDataParallel")
         nn.Module.__init__(self)

@@ -136,7 +136,11 @@ class Transport:
 
 
 class HostGroup(Transport):
-    """Is there for annotations."""
+    """Is there for annotations: no tensor is in such memory."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> None:
+        """Return None."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         ENGINE.require("reducer.HostGroup")

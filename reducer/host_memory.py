@@ -1,4 +1,4 @@
-"""Find out whether all ranks of a process group share a host, and connect their memory.
+"""Find out which ranks of a process group share a host, and connect their memory.
 
 Note [Host memory] in csrc/host/host_group.h describes how ranks then average.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,25 +26,25 @@ _IDENTITIES = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/se
 
 
 def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | None:
-    """Connect the ranks of ``group`` if they share a host; otherwise return None, on all ranks.
+    """Connect this rank with those of ``group`` on the same host; return None if it is alone.
 
-    Collective over ``group``. ``device``: that of the gradients; only those on the CPU are averaged
-    in this way, and only where the backend is Gloo.
+    Collective over ``group``. If a rank cannot connect, all ranks return None. ``device``: that of
+    the gradients; only those on the CPU are averaged in this way, and only where the backend is
+    Gloo.
     """
     if device.type != "cpu" or group.size() == 1 or not _uses_gloo(group):
         return None
     what = "the search for ranks on this host"
-    own = _open(group)
-    offers = values_of_ranks(own and (_identity(), own.card), group, device, what)
-    present = [offer for offer in offers if offer is not None]
-    if own is None or len(present) < len(offers) or len({identity for identity, _ in present}) > 1:
-        return None
-    try:
-        own.connect([card for _, card in present])
-        is_connected = True
-    except (RuntimeError, OSError):
-        is_connected = False
-    return own if all(values_of_ranks(is_connected, group, device, what)) else None
+    own, identity = _open(), _identity()
+    offers = values_of_ranks(own and (identity, own.address), group, device, what)
+    present = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
+    is_connected = False
+    if own is not None and len(present) == len(offers):
+        with suppress(RuntimeError, OSError):
+            own.connect({rank: address for rank, (of, address) in present.items() if of == identity})
+            is_connected = True
+    are_connected = all(values_of_ranks(is_connected, group, device, what))
+    return own if own is not None and are_connected and len(own.ranks) > 1 else None
 
 
 def _uses_gloo(group: dist.ProcessGroup) -> bool:
@@ -56,17 +57,19 @@ def _uses_gloo(group: dist.ProcessGroup) -> bool:
     return isinstance(backend, ProcessGroupGloo)
 
 
-def _open(group: dist.ProcessGroup) -> HostGroup | None:
-    """Return this rank's part of the group, or None if the system lacks what is needed."""
+def _open() -> HostGroup | None:
+    """Return memory to share, or None if the system lacks what is needed."""
     if sys.platform != "linux":
         return None
     try:
-        return HostGroup(group.rank(), group.size())
+        return HostGroup()
     except (RuntimeError, OSError):
         return None
 
 
 def _identity() -> tuple[str, ...]:
     """Return what ranks of one host have in common."""
+    if sys.platform != "linux":
+        return ()
     boot, *namespaces = _IDENTITIES
     return Path(boot).read_text(), *map(os.readlink, namespaces)

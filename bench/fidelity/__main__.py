@@ -6,7 +6,7 @@ options, are not repeated, so the command may be interrupted at any time. With `
 write the figures that the package and the docs show. ``make results`` shows the file.
 
 ``--hook`` chooses hooks and variants by their names, or tries options of a hook, as in
-``--hook topk:warmup_steps=0 --first-seed 3 --task clusters``, and prints a table in Markdown.
+``--hook topk:warmup_steps=0 --first-seed 3 --task bytes``, and prints a table in Markdown.
 ``--recipe`` names one of the task's optimizers for them; plain averaging keeps the usual one.
 """
 

@@ -64,6 +64,11 @@ class Record:
         """Read a file; a record without runs if there is none."""
         return cls(files.load(path, {"about": {}, "runs": []}))
 
+    @classmethod
+    def newest(cls, results: Path) -> Record:
+        """Read the newest file of a folder."""
+        return cls(files.newest(results, "*-fidelity.json"))
+
     def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
         """Return the runs of a hook with these options, by seed."""
         return [

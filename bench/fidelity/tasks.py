@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,65 +47,21 @@ class Recipe:
         return [torch.optim.Muon(matrices, **self.for_matrices), self.kind(rest, **self.options)]
 
 
-class Task(ABC):
-    """A model, its data, and how it is trained."""
+class Classifier(nn.Sequential):
+    """Maps inputs and labels to the mean cross-entropy in nats."""
 
-    summary: ClassVar[str]
-    steps: ClassVar[int]
-    usual: ClassVar[str]
-    """The recipe of all hooks that do not need another one."""
-    recipes: ClassVar[Mapping[str, Recipe]]
-
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """Create the model, with parameters from torch's generator."""
-
-    @abstractmethod
-    def batch(self, seed: int, step: int, rank: int) -> Batch:
-        """Return a rank's batch of a step, the same for every hook."""
-
-    @abstractmethod
-    def validation(self, rank: int, size: int) -> Batch:
-        """Return this rank's share of the validation data."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy in nats."""
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(super().forward(inputs), labels)
 
 
-def _sgd(**options: float) -> Recipe:
-    return Recipe(torch.optim.SGD, options)
-
-
-def _adamw(lr: float) -> Recipe:
-    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return Recipe(torch.optim.AdamW, options, max_norm=1.0)
-
-
-class Classification(Task):
-    """Inputs and their labels."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
-        return cross_entropy(model(images), labels)
-
-
-class Digits(Classification):
-    """A convolutional network of 38,000 parameters on scikit-learn's digits, 8 by 8 pixels.
+class Digits:
+    """A convolutional network on scikit-learn's digits, 8 by 8 pixels.
 
     Noise of half the range of a pixel is added, new noise each time that a digit is used. Every
     second digit is for validation, ten times, with noise that is the same in all runs.
     """
 
-    summary = "a convolutional network of 38,000 parameters, 500 steps of SGD with momentum"
-    steps = 500
-    usual = "SGD with momentum"
-    recipes: ClassVar = {
-        "SGD with momentum": _sgd(lr=0.1, momentum=0.9, weight_decay=1e-3),
-        # Without momentum, weight decay is ten times weaker; see docs/hooks/dgc.md.
-        "SGD without momentum": _sgd(lr=0.1, weight_decay=1e-2),
-        "SGD without momentum, 10 times the rate": _sgd(lr=1.0, weight_decay=1e-3),
-    }
+    STEPS = 500
     _BATCH = 16  # per rank
     _NOISE = 0.5
 
@@ -123,7 +78,7 @@ class Digits(Classification):
         self._validation = held_out + self._NOISE * noise, labels[1::2].repeat(10)
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
+        return Classifier(
             nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
@@ -136,7 +91,7 @@ class Digits(Classification):
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
         images, labels = self._train
-        generator = torch.Generator().manual_seed((seed * self.steps + step) * 1024 + rank)
+        generator = torch.Generator().manual_seed((seed * self.STEPS + step) * 1024 + rank)
         chosen = torch.randint(len(labels), (self._BATCH,), generator=generator)
         noise = torch.randn(images[chosen].shape, generator=generator)
         return images[chosen] + self._NOISE * noise, labels[chosen]
@@ -146,150 +101,128 @@ class Digits(Classification):
         return images[rank::size], labels[rank::size]
 
 
-class Bytes(Task):
-    """The demo's byte-level GPT with 120,000 parameters, on Python's standard library."""
-
-    summary = "a GPT of 120,000 parameters, 350 steps of AdamW"
-    steps = 350
-    usual = "AdamW"
-    recipes: ClassVar = {
-        "AdamW": _adamw(lr=6e-3),
-        "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
-        "SGD without momentum": _sgd(lr=0.1),
-        "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
-    }
-    _SHAPE = GPTConfig(layers=2, width=64, heads=4, block_size=64)
-    _BATCH = 8  # sequences per rank
-    _VALIDATION_BATCHES = 16  # of 32 sequences
-
-    def __init__(self) -> None:
-        self._corpus = _corpus()
-
-    def model(self) -> nn.Module:
-        return GPT(self._SHAPE)
-
-    def batch(self, seed: int, step: int, rank: int) -> Batch:
-        text, length = self._corpus.train, self._SHAPE.block_size
-        return train_batch(text, self._BATCH, length, seed=seed, step=step, rank=rank)
-
-    def validation(self, rank: int, size: int) -> Batch:
-        text, length = self._corpus.validation, self._SHAPE.block_size
-        batches = validation_batches(
-            text, 32, length, self._VALIDATION_BATCHES, rank=rank, world_size=size
-        )
-        inputs, targets = zip(*batches, strict=True)
-        return torch.cat(inputs), torch.cat(targets)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
-        return loss
-
-
-class LargerGPT(Bytes):
-    """The demo's byte-level GPT with 1.03 million parameters, on Python's standard library."""
-
-    summary = "a GPT of 1.03 million parameters, 1,000 steps of AdamW"
-    steps = 1000
-    recipes: ClassVar = {
-        **Bytes.recipes,
-        "AdamW": _adamw(lr=4e-3),
-        "Muon": replace(
-            _adamw(lr=4e-3),
-            for_matrices={"lr": 4e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"},
-        ),
-        # The numbers of the result of demo with signs are -1, 0 and 1, so there is no clipping.
-        "SGD for signs": _sgd(lr=2e-3, weight_decay=0.1),
-    }
-    _SHAPE = GPTConfig(layers=5, width=128, heads=4, block_size=64)
-    _BATCH = 4
-    _VALIDATION_BATCHES = 32
-
-
-class _ManySteps:
-    """More, smaller steps: 266 periods of diloco. The rate of the optimizer can be chosen."""
-
-    steps = 8000
-    recipes: ClassVar = {
-        f"AdamW, rate {lr}": _adamw(lr) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)
-    }
-    _BATCH = 2
-
-
-class BytesInManySteps(_ManySteps, Bytes):
-    """The GPT of ``bytes``."""
-
-    summary = "a GPT of 120,000 parameters, 8,000 steps of AdamW"
-    usual = "AdamW, rate 0.008"
-
-
-class LargerGPTInManySteps(_ManySteps, LargerGPT):
-    """The GPT of ``gpt``."""
-
-    summary = "a GPT of 1.03 million parameters, 8,000 steps of AdamW"
-    usual = "AdamW, rate 0.004"
-
-
 @functools.cache
 def _corpus() -> Corpus:
     return load_corpus()  # once for all runs of a process
 
 
-class Clusters(Classification):
-    """A perceptron of 51,000 parameters on 40 overlapping clusters of points in 64 dimensions.
+@dataclass(frozen=True)
+class Text:
+    """The demo's byte-level GPT, on Python's standard library.
 
-    Each of the 10 classes has four clusters. Points are drawn anew in each step.
+    ``sequences``: per rank and step. ``validation_batches``: of 32 sequences.
     """
 
-    summary = "a perceptron of 51,000 parameters on 10 classes, 500 steps of AdamW"
-    steps = 500
-    usual = "AdamW"
-    recipes: ClassVar = {
-        "AdamW": Recipe(torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 1e-2}),
-        "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
-        "SGD without momentum": _sgd(lr=0.1),
-        "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
-    }
-    _BATCH = 32  # per rank
-    _CLASSES = 10
-    _DIMENSIONS = 64
-    _DISTANCE = 0.5  # of a center from the origin, in each dimension; points are 1 from it
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._centers = torch.randn(4 * self._CLASSES, self._DIMENSIONS, generator=generator)
-        self._validation = self._draw(8192, generator)
+    shape: GPTConfig
+    sequences: int
+    validation_batches: int
+    corpus: Corpus = field(default_factory=_corpus)
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(self._DIMENSIONS, 160),
-            nn.ReLU(),
-            nn.Linear(160, 160),
-            nn.ReLU(),
-            nn.Linear(160, 80),
-            nn.ReLU(),
-            nn.Linear(80, self._CLASSES),
-        )
+        return GPT(self.shape)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        drawn = (seed * self.steps + step) * 1024 + rank
-        return self._draw(self._BATCH, torch.Generator().manual_seed(1 + drawn))
+        text, length = self.corpus.train, self.shape.block_size
+        return train_batch(text, self.sequences, length, seed=seed, step=step, rank=rank)
 
     def validation(self, rank: int, size: int) -> Batch:
-        points, labels = self._validation
-        return points[rank::size], labels[rank::size]
+        text, length = self.corpus.validation, self.shape.block_size
+        batches = validation_batches(
+            text, 32, length, self.validation_batches, rank=rank, world_size=size
+        )
+        inputs, targets = zip(*batches, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
 
-    def _draw(self, count: int, generator: torch.Generator) -> Batch:
-        clusters = torch.randint(len(self._centers), (count,), generator=generator)
-        noise = torch.randn(count, self._DIMENSIONS, generator=generator)
-        return self._DISTANCE * self._centers[clusters] + noise, clusters % self._CLASSES
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data, and how it is trained.
+
+    ``usual``: the recipe of all hooks that do not need another one. What ``make_data`` returns
+    creates the model with parameters from torch's generator, the same batches for every hook, and
+    the share of a rank in the validation data.
+    """
+
+    summary: str
+    steps: int
+    usual: str
+    recipes: Mapping[str, Recipe]
+    make_data: Callable[..., Digits | Text]
 
 
-TASKS: Mapping[str, type[Task]] = {"digits": Digits, "bytes": Bytes, "gpt": LargerGPT}
+def _sgd(**options: float) -> Recipe:
+    return Recipe(torch.optim.SGD, options)
+
+
+def _adamw(lr: float) -> Recipe:
+    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return Recipe(torch.optim.AdamW, options, max_norm=1.0)
+
+
+_FOR_TEXT = {
+    "AdamW": _adamw(lr=6e-3),
+    "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
+    "SGD without momentum": _sgd(lr=0.1),
+    "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
+}
+_MUON = {"lr": 4e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+_SMALL = GPTConfig(layers=2, width=64, heads=4, block_size=64)
+_LARGE = GPTConfig(layers=5, width=128, heads=4, block_size=64)
+
+TASKS = {
+    "digits": Task(
+        "a convolutional network of 38,000 parameters, 500 steps of SGD with momentum",
+        Digits.STEPS,
+        "SGD with momentum",
+        {
+            "SGD with momentum": _sgd(lr=0.1, momentum=0.9, weight_decay=1e-3),
+            # Without momentum, weight decay is ten times weaker; see docs/hooks/dgc.md.
+            "SGD without momentum": _sgd(lr=0.1, weight_decay=1e-2),
+            "SGD without momentum, 10 times the rate": _sgd(lr=1.0, weight_decay=1e-3),
+        },
+        Digits,
+    ),
+    "bytes": Task(
+        "a GPT of 120,000 parameters, 350 steps of AdamW",
+        350,
+        "AdamW",
+        _FOR_TEXT,
+        functools.partial(Text, shape=_SMALL, sequences=8, validation_batches=16),
+    ),
+    "gpt": Task(
+        "a GPT of 1.03 million parameters, 1,000 steps of AdamW",
+        1000,
+        "AdamW",
+        {
+            **_FOR_TEXT,
+            "AdamW": _adamw(lr=4e-3),
+            "Muon": replace(_adamw(lr=4e-3), for_matrices=_MUON),
+            # The numbers of the result of demo with signs are -1, 0 and 1: there is no clipping.
+            "SGD for signs": _sgd(lr=2e-3, weight_decay=0.1),
+        },
+        functools.partial(Text, shape=_LARGE, sequences=4, validation_batches=32),
+    ),
+}
 """The tasks that all hooks are trained on, and whose figures are published."""
-ALL_TASKS: Mapping[str, type[Task]] = {
+
+
+def _in_many_steps(name: str, usual: str) -> Task:
+    """Return 8,000 smaller steps, 266 periods of diloco. The rate of the optimizer is chosen."""
+    task = TASKS[name]
+    rates = (0.001, 0.002, 0.004, 0.008, 0.016)
+    return replace(
+        task,
+        summary=f"{task.summary.partition(',')[0]}, 8,000 steps of AdamW",
+        steps=8000,
+        usual=usual,
+        recipes={f"AdamW, rate {lr}": _adamw(lr) for lr in rates},
+        make_data=functools.partial(task.make_data, sequences=2),
+    )
+
+
+ALL_TASKS = {
     **TASKS,
-    "clusters": Clusters,
-    "bytes-8000": BytesInManySteps,
-    "gpt-8000": LargerGPTInManySteps,
+    "bytes-8000": _in_many_steps("bytes", "AdamW, rate 0.008"),
+    "gpt-8000": _in_many_steps("gpt", "AdamW, rate 0.004"),
 }
 """These, and those on which options are tried."""

@@ -39,19 +39,20 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
 
     The seed determines the initial parameters and the data, for every hook.
     """
-    data = ALL_TASKS[task]()
-    recipe = data.recipes[trained.recipe or data.usual]
+    chosen = ALL_TASKS[task]
+    recipe, steps = chosen.recipes[trained.recipe or chosen.usual], chosen.steps
+    data = chosen.make_data()
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())
     handle = commhooks.register(model, trained.create())
     optimizers = recipe.optimizers(model.module)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, data.steps))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         for optimizer in optimizers
     ]
-    for step in range(data.steps):
+    for step in range(steps):
         model.zero_grad()
-        data.loss(model, data.batch(seed, step, rank)).backward()
+        model(*data.batch(seed, step, rank)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
@@ -60,8 +61,8 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
     sent = handle.stats().total.wire_bytes
     validation = data.validation(rank, size)
     with torch.no_grad():
-        loss = data.loss(model.module, validation).item()
-    return TrainingResult(loss, math.nan if sent is None else sent * data.steps)
+        loss = model.module(*validation).item()
+    return TrainingResult(loss, math.nan if sent is None else sent * steps)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -1,11 +1,10 @@
 """Build, test and measure on a CUDA device: ``python -m bench.gpu.check [--output FOLDER]``.
 
-Takes under nine minutes, or under five for each ``--part``, without a network, with the Python that
-runs it and the packages it has. Part 2 continues the results of part 1 if they are still in
-build/gpu-check. Apart from the build, stages do not depend on each other; a stage that hangs is
-killed at its limit. After every stage FOLDER/<date>-<device>.json and a page beside it are written
-again, so that an early end leaves the results so far, and a stage that fails leaves its log there.
-Exits with 1 if anything failed. What the machine does not have is left out.
+Takes under nine minutes, without a network, with the Python that runs it and the packages it has.
+Apart from the build, stages do not depend on each other; a stage that hangs is killed at its limit.
+After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves the
+results so far, and a stage that fails leaves its log there. Exits with 1 if anything failed. What
+the machine does not have is left out.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.machine import NEEDED, count_workers, describe, find_sanitizer, missing
-from bench.gpu.page import page
 from bench.gpu.stages import Stage, StageResult, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu-check"
-SECONDS = {None: 520.0, 1: 285.0, 2: 285.0}
-"""The time of the whole check, and of a part."""
+SECONDS = 520.0
+"""The time of the whole check."""
 LEAST_SECONDS = 20.0
 """With less time left, no stage is begun."""
 LOG_BYTES = 200_000
@@ -50,8 +48,8 @@ SANITIZED = ("tests/gpu/test_gpu_copies.py", "tests/gpu/test_gpu_sparse_kernels.
              "-k", " or ".join(FEW))  # fmt: skip
 
 
-def stages(part: int | None = None) -> list[Stage]:
-    """Return the stages of a part, by default of both, in order."""
+def stages() -> list[Stage]:
+    """Return the stages in order."""
     # The build folder has the kernels. All ranks are on this machine, whose host name need not
     # resolve.
     own = (("CUPY_CACHE_DIR", str(WORK / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
@@ -60,7 +58,13 @@ def stages(part: int | None = None) -> list[Stage]:
     # Without pytest-xdist there is not the time for all tests.
     workers = ("-n", str(count_workers())) if not missing(["pytest-xdist>=3"]) else ()
     tests = (*PYTEST, *workers, "-p", "no:benchmark", "-m", "gpu")
-    first = [
+    # The sanitizer of torch sees torch's operations, and no kernel that gets raw pointers.
+    watched = (*own, ("TORCH_CUDA_SANITIZER", "1"))
+    # Each tensor has its own allocation, so that memcheck knows where it ends.
+    apart = (*own, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
+    sanitizer = (find_sanitizer() or "compute-sanitizer", "--error-exitcode", "9", "--tool")
+    return [
+        Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200),
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
         *(
             Stage(
@@ -74,13 +78,6 @@ def stages(part: int | None = None) -> list[Stage]:
             for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
         ),
         Stage("tests", (*tests, *TESTS), 120, own, kernels, may_time_out=not workers),
-    ]  # fmt: skip
-    # The sanitizer of torch sees torch's operations, and no kernel that gets raw pointers.
-    watched = (*own, ("TORCH_CUDA_SANITIZER", "1"))
-    # Each tensor has its own allocation, so that memcheck knows where it ends.
-    apart = (*own, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
-    sanitizer = (find_sanitizer() or "compute-sanitizer", "--error-exitcode", "9", "--tool")
-    second = [
         Stage("conformance", (*tests, CONFORMANCE), 120, own, kernels, may_time_out=not workers),
         Stage("streams", (*tests, ONE_RANK), 90, watched, kernels, may_time_out=not workers),
         *(
@@ -89,8 +86,6 @@ def stages(part: int | None = None) -> list[Stage]:
             for tool, seconds in (("memcheck", 90), ("racecheck", 150))
         ),
     ]  # fmt: skip
-    build = Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200)
-    return [build, *(first if part != 2 else []), *(second if part != 1 else [])]
 
 
 def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[StageResult]:
@@ -124,33 +119,12 @@ def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in ("group", "name", "extra_info")} for row in rows]
 
 
-def begin(part: int | None) -> dict[str, Any]:
-    """Return the run so far: that of part 1 for part 2, otherwise an empty one."""
-    new = {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "machine": describe(ROOT),
-        "stages": [],
-        "benchmarks": [],
-    }
-    path = WORK / "run.json"
-    if part == 2 and path.exists():
-        run: dict[str, Any] = json.loads(path.read_text())
-        if run["machine"] == new["machine"]:
-            return run
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
-    return new
-
-
 def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
-    """Add a result to the run and write all files, here and in the build folder."""
+    """Add a result to the run and write its file, and the log of a failure beside it."""
     columns = ("name", "status", "seconds", "last_line")
     run["stages"].append({column: getattr(result, column) for column in columns})
     run["benchmarks"] = benchmarks_of(WORK)
-    text = json.dumps(run, indent=1) + "\n"
-    (WORK / "run.json").write_text(text)
-    target.with_suffix(".json").write_text(text)
-    target.with_suffix(".md").write_text(page(run))
+    target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
         target.with_name(f"{target.name}-{result.name.replace(' ', '-')}.log").write_bytes(log)
@@ -177,13 +151,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--part", type=int, choices=(1, 2))
     parser.add_argument("--dry-run", action="store_true", help="only collect tests; on any machine")
     options = parser.parse_args(arguments)
     if absent := missing(NEEDED):
         print(f"{sys.executable}: {', '.join(absent)}: install them first", file=sys.stderr)
         return 2
-    planned = stages(options.part)
+    planned = stages()
     if options.dry_run:
         return int(not rehearse(planned))
     import torch
@@ -191,15 +164,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: there is nothing to check; `make cuda` compiles", file=sys.stderr)
         return 2
-    run = begin(options.part)
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    run: dict[str, Any] = {"date": date, "machine": describe(ROOT), "stages": []}
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     options.output.mkdir(parents=True, exist_ok=True)
-    target = options.output / f"{run['date']}-{device}"
+    target = options.output / f"{date}-{device}"
     is_bad = False
-    for result in run_all(planned, SECONDS[options.part], WORK):
+    for result in run_all(planned, SECONDS, WORK):
         save(run, result, target)
         is_bad |= result.is_bad
-    print(f"written: {target}.json; `make results` shows it")
+    print(f"written: {target}.json; `python -m bench.results_page` and `make results` show it")
     return int(is_bad)
 
 

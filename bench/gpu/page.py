@@ -1,7 +1,4 @@
-"""What a run of ``make gpu-check`` found, as a page, and the figures that other pages quote.
-
-Needs no package, because the page is also written where the check runs.
-"""
+"""What a run of ``make gpu-check`` found, and the figures that other pages quote."""
 
 from __future__ import annotations
 
@@ -78,11 +75,6 @@ AIMS = (
     Aim("Python on the host, per bucket and hook", "test_host_time", "microseconds", 60.0,
         unit=" µs"),
 )  # fmt: skip
-
-
-def page(run: Run) -> str:
-    """Return the page of one run."""
-    return "\n\n".join([f"# make gpu-check ({run['date']})", *sections(run)]) + "\n"
 
 
 def sections(run: Run) -> Iterator[str]:

@@ -31,6 +31,15 @@ class ChangesToNative(Protocol):
         """
 
 
+@runtime_checkable
+class NamesTransport(Protocol):
+    """A hook that may send by another way than through the process group."""
+
+    @property
+    def transport(self) -> str:
+        """The way, for :attr:`HookStats.transport`."""
+
+
 class DDPAdapter(Adapter):
     """Puts hooks on our own reducer."""
 
@@ -133,9 +142,12 @@ class DDPAdapter(Adapter):
         steps = max((counts["steps"] for counts in of_buckets), default=0)
         all_steps = max(steps, self.steps - self._first_step)
         is_sent = self._is_native and any(counts["packed_bytes"] for counts in of_buckets)
-        transport = self._reducer.transport if is_sent else None
-        name = "process group" if transport is None else transport.name
-        return HookStats.of(steps, buckets, size, left_out=all_steps - steps, transport=name)
+        ways = {}
+        if is_sent and (transport := self._reducer.transport) is not None:
+            ways["transport"] = transport.name
+        elif isinstance(self.hook, NamesTransport):
+            ways["transport"] = self.hook.transport
+        return HookStats.of(steps, buckets, size, left_out=all_steps - steps, **ways)
 
     def start_recording(self) -> None:
         super().start_recording()

@@ -49,4 +49,5 @@ def wrap(module: nn.Module, **options: Any) -> nn.Module:
         return DistributedDataParallel(module, **options)
     if options.pop("stable_buckets", False):
         options["find_unused_parameters"] = True  # with it, torch keeps the first buckets
+    options.pop("host_memory", None)
     return TorchDistributedDataParallel(module, **options)

@@ -26,6 +26,9 @@ class PerBucketCache(Generic[_Value]):
         self._state: TensorState | None = None
         self._values: dict[str, tuple[frozenset[str], _Value]] = {}
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def get(self, bucket: GradBucket, state: TensorState) -> _Value | None:
         """Return None if the bucket is new, its composition has changed or the state is another."""
         if state is not self._state:

@@ -139,16 +139,13 @@ _WRITERS: dict[str, Callable[[Comparison, Path], object]] = {
 def _show(comparison: Comparison) -> None:
     console = Console()
     title: str | None = comparison.title
-    for tables in comparison.tables():
-        first, *names = tables[0].names
-        caption = "\n".join(tables[0].explanations)
-        shown = table_of_hooks(names, first=first, title=title, caption=caption)
-        for table in tables:
-            if table.is_section:
-                shown.add_row(Text(table.title, style="bold"))
-            for name, *cells in table.indented:
-                shown.add_row(Text(name), *cells)
-            shown.add_section()
+    for table in comparison.tables():
+        first, *names = table.names
+        shown = table_of_hooks(names, first=first, title=title, caption=table.explanations)
+        for name, *cells in table.lines:
+            if not cells:
+                shown.add_section()
+            shown.add_row(Text(name, style="" if cells else "bold"), *cells)
         console.print(shown)
         title = None
     for line in comparison.remarks():

@@ -7,8 +7,8 @@
         └──────────────── bridge ────────────────┘
 
 Needs root and iproute2. The rate limits what a host sends; what it receives is limited by what the
-others send. The bridge has no address and no uplink, so packets stay between these hosts. Hosts may
-be grouped into nodes, inside which nothing is limited: ``tc u32`` finds packets that stay inside.
+others send. The bridge has no address and no uplink, so packets stay between these hosts. Ranks of
+one host share its link, and send to each other over loopback.
 
 Note [Links that clean up]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -32,7 +32,6 @@ from commhooks.errors import CommHookError
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
 _MAX_HOSTS = 250
-_UNLIMITED = "100gbit"
 _BURST_BYTES = 256_000
 _BURST_SECONDS = 1e-3  # latency of the timers of slow kernels
 
@@ -45,7 +44,7 @@ class LinkError(CommHookError):
 
 @dataclass(frozen=True)
 class ShapedLink:
-    """Hosts joined by a link; put ``prefixes[i]`` before a command to run it on host i."""
+    """Hosts joined by a link; put ``prefixes[i]`` before a command to run it as rank i."""
 
     bits_per_second: float
     prefixes: tuple[tuple[str, ...], ...]
@@ -74,32 +73,33 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def shaped_link(
-    world_size: int, bits_per_second: float, *, hosts_per_node: int = 1
+    world_size: int, bits_per_second: float, *, ranks_per_host: int = 1
 ) -> Iterator[ShapedLink]:
-    """Make ``world_size`` hosts that send ``bits_per_second`` each, and remove them at the end.
+    """Make hosts that send ``bits_per_second`` each, and remove them at the end.
 
-    Node i has the i-th ``hosts_per_node`` hosts, which send to each other at any rate. All are
-    removed even if this process is killed. End the processes on them first.
+    Host i is that of the i-th ``ranks_per_host`` ranks. All are removed even if this process is
+    killed. End the processes on them first.
 
     Raises:
         LinkError: the hosts cannot be made.
     """
-    if not 1 <= world_size <= _MAX_HOSTS:
-        raise LinkError(f"expected 1 to {_MAX_HOSTS} hosts, found {world_size}")
+    if world_size % ranks_per_host != 0:
+        raise LinkError(f"expected {ranks_per_host} ranks on each host, found {world_size} in all")
+    if not 1 <= world_size // ranks_per_host <= _MAX_HOSTS:
+        raise LinkError(f"expected 1 to {_MAX_HOSTS} hosts, found {world_size // ranks_per_host}")
     if reason := unavailable():
         raise LinkError(reason)
     # Interface names have 15 characters. A digit would run into those of the process ID.
     base = f"ch{os.getpid()}{string.ascii_lowercase[next(_counter) % 26]}"
-    hosts = [f"{base}h{index}" for index in range(world_size)]
+    hosts = [f"{base}h{index}" for index in range(world_size // ranks_per_host)]
     with _removal(base, hosts):
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
         _run("ip", "link", "set", f"{base}b", "up")
         for index, host in enumerate(hosts):
             _add_host(base, index, host)
-            first = index - index % hosts_per_node
-            near = [other for other in range(first, first + hosts_per_node) if other != index]
-            _shape(host, bits_per_second, near)
-        prefixes = tuple(("ip", "netns", "exec", host) for host in hosts)
+            _shape(host, bits_per_second)
+        of_ranks = [host for host in hosts for _ in range(ranks_per_host)]
+        prefixes = tuple(("ip", "netns", "exec", host) for host in of_ranks)
         yield ShapedLink(bits_per_second, prefixes)
 
 
@@ -120,25 +120,11 @@ def _add_host(base: str, index: int, host: str) -> None:
     _run("ip", "-n", host, "link", "set", "lo", "up")
 
 
-def _shape(host: str, bits_per_second: float, near: Sequence[int]) -> None:
-    """Limit what the host sends, except to the hosts with the indices ``near``."""
-
-    def tc(kind: str, *arguments: str) -> None:
-        _run("tc", "-n", host, kind, "add", "dev", _INTERFACE, *arguments)
-
-    parent = ["root"]
-    if near:
-        tc("qdisc", "root", "handle", "1:", "htb", "default", "2")
-        for unlimited in ("1:1", "1:2"):
-            shares = ("rate", _UNLIMITED, "quantum", "60000")
-            tc("class", "parent", "1:", "classid", unlimited, "htb", *shares)
-        for other in near:
-            match = ("match", "ip", "dst", f"{_NETWORK}.{other + 1}/32")
-            tc("filter", "parent", "1:", "protocol", "ip", "u32", *match, "flowid", "1:1")
-        parent = ["parent", "1:2"]
+def _shape(host: str, bits_per_second: float) -> None:
+    """Limit what the host sends."""
     burst = burst_bytes(bits_per_second)
     rate = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
-    tc("qdisc", *parent, "tbf", *rate)
+    _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *rate)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from commhooks import native
-from commhooks.hook.options import Ge, Le, MultipleOf
+from commhooks.errors import CommHookError
+from commhooks.hook.options import Limits
 from commhooks.kernels import backend_of
 from commhooks.kernels.block_codec import BlockKernels, Format
 from commhooks.kernels.rotation import rotate as rotate_on_gpu
 
-BlockSize = Annotated[int, Ge(32), Le(4096), MultipleOf(32)]
+BlockSize = Annotated[int, Limits(ge=32, le=4096, multiple_of=32)]
 """How many numbers share a scale."""
+
+_DTYPES = (torch.float32, torch.float64)
 
 
 class BlockCodec:
@@ -41,6 +44,14 @@ class BlockCodec:
     """
 
     def __init__(self, number_format: Format, block_size: int, *, rotated: bool = False) -> None:
+        # So the codes of a block, and the scales of its groups, fill whole words.
+        multiple = 128 if number_format.group else 32
+        if block_size % multiple or not 0 < block_size <= 4096:
+            raise CommHookError(
+                f"expected block_size to be a multiple of {multiple} up to 4096, found {block_size}"
+            )
+        self._format = number_format
+        self._block_size = block_size
         self._loops = native.CpuBlockCodec(
             number_format.codes,
             number_format.norm,
@@ -58,7 +69,11 @@ class BlockCodec:
         It is 4·⌈n / block_size⌉ + 4·⌈n / (4·group)⌉ + 4·⌈n·bits / 32⌉ for n = ``part_length``,
         without the second term if there are no groups.
         """
-        return self._loops.encoded_bytes(part_length)
+        bits = part_length * self._format.bits
+        words = -(-part_length // self._block_size) + -(-bits // 32)
+        if self._format.group:
+            words += -(-part_length // (4 * self._format.group))
+        return 4 * words
 
     def encode(
         self,
@@ -76,6 +91,7 @@ class BlockCodec:
         Without it, codecs may use their memory for other numbers. Random numbers depend only on
         ``seed`` (64 bits) and on the position.
         """
+        self._check(values, messages, part_length, error)
         if self._rotated:
             rotate(values, part_length, added=error)
             error = None
@@ -88,6 +104,12 @@ class BlockCodec:
 
         The mean is summed in float32, in one pass over the memory for all messages.
         """
+        if len(messages) == 0 or values.numel() > part_length:
+            raise CommHookError(
+                f"expected messages for one part of at most {part_length} values, found "
+                f"{len(messages)} messages and {values.numel()} values"
+            )
+        self._check(values, messages, part_length)
         self._backend(values).average(messages, values, part_length)
         if self._rotated:
             rotate(values, part_length, inverse=True)
@@ -103,10 +125,33 @@ class BlockCodec:
         Returns:
             Whether all messages are finite: ``(1,)``, bool, on the device.
         """
+        self._check(values, messages, part_length, kept)
         finite = self._backend(values).assemble(messages, values, part_length, kept)
         if self._rotated:
             rotate(values, part_length, inverse=True)
         return finite if isinstance(finite, Tensor) else torch.tensor([finite])
+
+    def _check(
+        self, values: Tensor, messages: Tensor, part_length: int, other: Tensor | None = None
+    ) -> None:
+        """Raise CommHookError unless the tensors fit. What is called here relies on it."""
+        check_numbers(values, other)
+        expected = self.encoded_bytes(part_length)
+        is_aligned = backend_of(messages) is None or messages.data_ptr() % 4 == 0
+        if (
+            messages.dtype != torch.uint8
+            or messages.device != values.device
+            or messages.dim() != 2
+            or messages.size(1) != expected
+            or not (messages.is_contiguous() and is_aligned)
+            or values.numel() > len(messages) * part_length
+        ):
+            raise CommHookError(
+                f"expected messages of uint8 on {values.device}, in contiguous rows of {expected} "
+                f"bytes for {part_length} of the {values.numel()} values each, on a GPU aligned to "
+                f"4 bytes; found shape {tuple(messages.shape)} of {messages.dtype} on "
+                f"{messages.device} at {messages.data_ptr():#x}"
+            )
 
     def _backend(self, values: Tensor) -> native.CpuBlockCodec | BlockKernels:
         return self._loops if backend_of(values) is None else self._gpu
@@ -124,5 +169,34 @@ def rotate(
     Croci et al.: QuaRot, NeurIPS 2024, https://arxiv.org/abs/2404.00456; for gradients Jia et al.:
     SDP4Bit, NeurIPS 2024, https://arxiv.org/abs/2410.15526.
     """
+    check_numbers(values, added)
+    if values.numel() == 0:
+        return
+    if part_length < 1:
+        raise CommHookError(f"expected parts of at least one number, found {part_length}")
     on_device = native.rotate if backend_of(values) is None else rotate_on_gpu
     on_device(values, added, part_length, inverse)
+
+
+def check_numbers(numbers: Tensor, *others: Tensor | None) -> None:
+    """Raise CommHookError unless ``numbers`` are flat float32 or float64, and ``others`` like them.
+
+    Compiled functions, kernels and their replacements in NumPy rely on it.
+    """
+    if numbers.dtype not in _DTYPES or numbers.dim() != 1 or not numbers.is_contiguous():
+        raise CommHookError(
+            "expected numbers to be flat and contiguous, in float32 or float64, found shape "
+            f"{tuple(numbers.shape)} with strides {numbers.stride()} in {numbers.dtype}"
+        )
+    for each in others:
+        if each is not None and not (
+            each.shape == numbers.shape
+            and each.dtype == numbers.dtype
+            and each.device == numbers.device
+            and each.is_contiguous()
+        ):
+            raise CommHookError(
+                f"expected errors like the numbers, {tuple(numbers.shape)} in {numbers.dtype} on "
+                f"{numbers.device}, found {tuple(each.shape)} with strides {each.stride()} in "
+                f"{each.dtype} on {each.device}"
+            )

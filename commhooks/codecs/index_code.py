@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from commhooks import native
+from commhooks.errors import CommHookError
 
 _WORD_BITS = 64
 
@@ -63,8 +64,8 @@ class IndexCode:
 
         Both are on the CPU.
         """
-        used = self._nbytes_of(indices.numel())
-        native.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
+        form = (self.high_bits, self.low_bits, self.adds_rank)
+        native.pack_indices(indices, *form, self._used(out, indices))
 
     def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
         """Return the indices, (count,) int32, on the CPU.
@@ -75,11 +76,22 @@ class IndexCode:
             RuntimeError: ``packed`` does not hold that many ascending indices below ``numel``.
         """
         indices = packed.new_empty(self.count if count is None else count, dtype=torch.int32)
-        packed = packed[: self._nbytes_of(indices.numel())]
-        native.unpack_indices(
-            packed, self.high_bits, self.low_bits, self.adds_rank, self.numel, indices
-        )
+        form = (self.high_bits, self.low_bits, self.adds_rank)
+        native.unpack_indices(self._used(packed, indices), *form, self.numel, indices)
         return indices
+
+    def _used(self, packed: Tensor, indices: Tensor) -> Tensor:
+        """Return the bytes that hold these indices. Raises CommHookError if they do not fit."""
+        used = self._nbytes_of(indices.numel())
+        for tensor, dtype in ((indices, torch.int32), (packed, torch.uint8)):
+            if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise CommHookError(f"expected flat {dtype}, found {tensor.dtype}")
+        if packed.numel() < used:
+            raise CommHookError(
+                f"expected {used} bytes for {indices.numel()} packed indices, found "
+                f"{packed.numel()}"
+            )
+        return packed[:used]
 
     def _nbytes_of(self, count: int) -> int:
         """Return the size of the whole bitmap and the low bits of ``count`` indices."""

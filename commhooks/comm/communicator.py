@@ -106,7 +106,9 @@ class Communicator:
         self.group = group
         """The model's process group."""
         self.rank = ranks.index(group.rank()) if ranks else group.rank()
-        self.size = len(ranks) or group.size()
+        self.ranks = ranks or tuple(range(group.size()))
+        """Its ranks, by their numbers in the model's process group."""
+        self.size = len(self.ranks)
         self.step = step
         """The number of synchronized backward passes before this one, also after a resume."""
         self.wire_bytes = 0

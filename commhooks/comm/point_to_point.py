@@ -13,7 +13,7 @@ sends. Then the ranks alternate::
 and one direction of a full-duplex link is idle: over 1 Gbit/s eight of them, one after the other,
 took 1.4 to 2 times as long as their bytes need. Here all receives are posted as soon as a
 collective is issued, before its sends, and while those of other buckets are under way; the same
-eight took 1.05 times as long. (bench/predictions.py measures hooks on such links.)
+eight took 1.05 times as long.
 
 Note [Nothing posted is dropped]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -6,16 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from commhooks.fallback.checks import require, warn_once
 from commhooks.fallback.codes import BlockRandom, Floats, codes_named, find_scales
+from commhooks.fallback.warning import warn_once
 
 _MOST_NUMBERS = 1 << 14  # at a time: what is computed from them stays in caches and in the heap
-_BLOCK_MULTIPLE = 32
-_GROUPED_MULTIPLE = 128
-_MAX_BLOCK_SIZE = 4096
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -28,12 +24,6 @@ class CpuBlockCodec:
         self, codes: str, norm: int, levels: float, clip: float, is_vote: bool, block_size: int
     ) -> None:
         self._codes = codes_named(codes, norm, levels, clip)
-        multiple = _GROUPED_MULTIPLE if self._codes.group else _BLOCK_MULTIPLE
-        require(
-            0 < block_size <= _MAX_BLOCK_SIZE and block_size % multiple == 0,
-            f"Expected block_size to be a multiple of {multiple} up to {_MAX_BLOCK_SIZE}, "
-            f"found {block_size}.",
-        )
         self._block_size = block_size
         self._is_vote = is_vote
         every = np.arange(2**self._codes.bits, dtype=np.uint32)
@@ -41,11 +31,6 @@ class CpuBlockCodec:
         bytes_ = np.arange(256, dtype=np.uint8)
         # Row i has the numbers of the codes in byte i.
         self._values_of_byte = self._values[_unpacked(bytes_, self._codes.bits)]
-
-    def encoded_bytes(self, part_length: int) -> int:
-        """Return the length of the message of a part."""
-        require(part_length >= 0, f"Expected part_length to be at least 0, found {part_length}.")
-        return self._codes_offset(part_length, 0) - 4 * (-part_length * self._codes.bits // 32)
 
     def encode(
         self,
@@ -57,7 +42,6 @@ class CpuBlockCodec:
         keep_residual: bool,
     ) -> None:
         """Write the messages of values + error; with ``keep_residual`` the residual to values."""
-        self._check(values, messages, part_length, error, "error")
         warn_once()
         numbers, errors = _array(values), None if error is None else _array(error)
         with np.errstate(all="ignore"):
@@ -74,12 +58,6 @@ class CpuBlockCodec:
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
         """Write the mean of the messages to values."""
-        self._check(values, messages, part_length)
-        require(
-            len(messages) > 0 and values.numel() <= part_length,
-            f"Expected messages for one part of at most {part_length} elements, found "
-            f"{len(messages)} messages and {values.numel()} elements.",
-        )
         warn_once()
         self._decode(list(messages.numpy()), _array(values), part_length)
 
@@ -87,7 +65,6 @@ class CpuBlockCodec:
         self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
     ) -> bool:
         """Decode the messages of all parts; return whether they are finite."""
-        self._check(values, messages, part_length, kept, "kept")
         warn_once()
         scales = messages.numpy()[:, : 4 * self._blocks(part_length)]
         if not np.isfinite(np.ascontiguousarray(scales).view(np.float32)).all():
@@ -221,60 +198,10 @@ class CpuBlockCodec:
             begin += 4 * -(-part_length // (4 * self._codes.group))
         return begin + block * self._block_size * self._codes.bits // 8
 
-    def _check(
-        self,
-        values: Tensor,
-        messages: Tensor,
-        part_length: int,
-        companion: Tensor | None = None,
-        name: str = "",
-    ) -> None:
-        _check_values("values", values)
-        if companion is not None:
-            _check_values(name, companion)
-            require(
-                companion.dtype == values.dtype and companion.numel() == values.numel(),
-                f"Expected {name} to have the {values.numel()} elements and the dtype "
-                f"{values.dtype} of the values, found {companion.numel()} of {companion.dtype}.",
-            )
-        require(
-            messages.device.type == "cpu" and messages.dtype == torch.uint8,
-            f"Expected messages to be uint8 on the CPU, found {messages.dtype} on "
-            f"{messages.device}.",
-        )
-        expected = self.encoded_bytes(part_length)
-        require(
-            messages.dim() == 2 and messages.is_contiguous() and messages.shape[1] == expected,
-            f"Expected messages as contiguous rows of {expected} bytes, for {part_length} elements "
-            f"each, found shape {list(messages.shape)}.",
-        )
-        require(
-            values.numel() <= len(messages) * part_length,
-            f"Expected at most {len(messages)} parts of {part_length} elements, found "
-            f"{values.numel()} elements.",
-        )
-
 
 def _array(tensor: Tensor) -> Array:
     array: Array = tensor.detach().numpy()
     return array
-
-
-def _check_values(name: str, tensor: Tensor) -> None:
-    require(
-        tensor.device.type == "cpu",
-        f"Expected {name} on the CPU, found it on {tensor.device}: this codec has no kernels for "
-        "other devices.",
-    )
-    require(
-        tensor.dtype in (torch.float32, torch.float64),
-        f"Expected {name} to be float32 or float64, found {tensor.dtype}.",
-    )
-    require(
-        tensor.dim() == 1 and tensor.is_contiguous(),
-        f"Expected {name} to be flat and contiguous, found shape {list(tensor.shape)} with strides "
-        f"{list(tensor.stride())}.",
-    )
 
 
 def _packed(codes: Bytes, bits: int) -> Bytes:
@@ -302,19 +229,12 @@ _ROTATION = 128
 
 def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool) -> None:
     """Set values to the rotation of values + added, part by part; with inverse, rotate back."""
-    _check_rotated(values, values)
-    if added is not None:
-        _check_rotated(added, values)
-    require(
-        part_length > 0 or values.numel() == 0,
-        f"Expected parts of at least one number, found {part_length}.",
-    )
     warn_once()
     numbers: Array = values.detach().numpy()
     if added is not None:
         numbers += added.detach().numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # then the scale is NaN
-        for start in range(0, numbers.size, max(part_length, 1)):
+        for start in range(0, numbers.size, part_length):
             _rotate_part(numbers[start : start + part_length], inverse=inverse)
 
 
@@ -359,15 +279,3 @@ def _signs(count: int) -> npt.NDArray[np.bool_]:
     hashes ^= hashes >> np.uint32(15)
     hashes *= np.uint32(0x85EBCA77)
     return hashes >= np.uint32(0x80000000)
-
-
-def _check_rotated(tensor: Tensor, values: Tensor) -> None:
-    require(
-        tensor.device.type == "cpu"
-        and tensor.dim() == 1
-        and tensor.is_contiguous()
-        and tensor.dtype in (torch.float32, torch.float64)
-        and (tensor.shape, tensor.dtype) == (values.shape, values.dtype),
-        "Expected flat, contiguous numbers on the CPU, of one length in float32 or float64, found "
-        f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}.",
-    )

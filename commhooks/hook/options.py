@@ -4,9 +4,9 @@ Types are strict: a string never becomes a number, and a bool is not a number. A
 for a float. Where JSON has no type, another form is accepted, also inside lists, tuples and dicts:
 a ``torch.dtype`` by its name, a hook by its name or config, a tuple as a list.
 
-Limits beyond the type are written into annotations: ``Annotated[int, Ge(1)]``, ``Annotated[str,
-Made(parse)]``. The classes of the package annotated_types, which have the same names and fields,
-work as well.
+Limits beyond the type are written into annotations: ``Annotated[int, Limits(ge=1)]``,
+``Annotated[str, Made(parse)]``. Other objects with such attributes count as well, as those of the
+package annotated_types.
 """
 
 import ast
@@ -35,45 +35,16 @@ Instance = TypeVar("Instance")
 
 
 @dataclass(frozen=True)
-class Ge:
-    """Require a value of at least ``ge``."""
+class Limits:
+    """Limits of a value: at least ``ge``, greater than ``gt``, and so on. None: no limit."""
 
-    ge: float
-
-
-@dataclass(frozen=True)
-class Gt:
-    """Require a value greater than ``gt``."""
-
-    gt: float
-
-
-@dataclass(frozen=True)
-class Le:
-    """Require a value of at most ``le``."""
-
-    le: float
-
-
-@dataclass(frozen=True)
-class Lt:
-    """Require a value less than ``lt``."""
-
-    lt: float
-
-
-@dataclass(frozen=True)
-class MultipleOf:
-    """Require a multiple of ``multiple_of``."""
-
-    multiple_of: int
-
-
-@dataclass(frozen=True)
-class MinLen:
-    """Require at least ``min_length`` items."""
-
-    min_length: int
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    multiple_of: int | None = None
+    min_length: int | None = None
+    """The fewest items of a list, tuple or dict."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +65,7 @@ _CONSTRAINTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "multiple_of": ("a multiple of", lambda value, of: value % of == 0),
     "min_length": ("of length >=", lambda value, length: len(value) >= length),
 }
-"""The text and the check of each limit, by the field of its class."""
+"""The text and the check of each limit."""
 
 
 def _parse_dtype(name: Any) -> torch.dtype:

@@ -8,7 +8,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import launch
 from commhooks.kernels.source import TYPES, Source
 
@@ -58,7 +57,10 @@ class Format:
 
 @dataclass(frozen=True)
 class BlockKernels:
-    """The kernels of one codec. Everything is queued on torch's current stream, without waiting."""
+    """The kernels of one codec. Everything is queued on torch's current stream, without waiting.
+
+    :class:`BlockCodec` checks the arguments.
+    """
 
     format: Format
     block_size: int
@@ -73,12 +75,11 @@ class BlockKernels:
         keep_residual: bool,
     ) -> None:
         """Encode all parts in one launch, which reads and writes the memory once."""
-        number = self._check(values, messages, part_length, error)
         parts, message_bytes = messages.shape
         partition, grid, block = self._geometry(values.numel(), part_length, parts)
         launch(
             SOURCE,
-            f"encode<{self.format.codes}, {number}>",
+            f"encode<{self.format.codes}, {TYPES[values.dtype]}>",
             (values, error, messages, message_bytes, *partition, seed, keep_residual,
              int(self.format.norm), float(self.format.levels), float(self.format.clip)),
             grid=grid,
@@ -87,19 +88,12 @@ class BlockKernels:
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
         """Average all messages in one launch."""
-        if values.numel() > part_length:
-            raise CommHookError(
-                f"expected at most {part_length} values, the number in a message, found "
-                f"{values.numel()}"
-            )
-        number = self._check(values, messages, part_length, None)
-        self._decode(number, messages, messages.shape[0], values, part_length, None, None)
+        self._decode(messages, messages.shape[0], values, part_length, None, None)
 
     def assemble(
         self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
     ) -> Tensor:
         """Assemble all parts in two launches; the first one reads only the scales."""
-        number = self._check(values, messages, part_length, kept)
         finite = torch.ones(1, dtype=torch.bool, device=values.device)
         blocks = -(-part_length // self.block_size)
         parts, message_bytes = messages.shape
@@ -110,12 +104,11 @@ class BlockKernels:
             grid=(-(-blocks // 256), parts, 1),
             block=256,
         )
-        self._decode(number, messages, 1, values, part_length, kept, finite)
+        self._decode(messages, 1, values, part_length, kept, finite)
         return finite
 
     def _decode(
         self,
-        number: str,
         messages: Tensor,
         count: int,
         values: Tensor,
@@ -127,7 +120,7 @@ class BlockKernels:
         partition, grid, block = self._geometry(values.numel(), part_length, parts // count)
         launch(
             SOURCE,
-            f"decode<{self.format.codes.replace('true', 'false')}, {number}>",
+            f"decode<{self.format.codes.replace('true', 'false')}, {TYPES[values.dtype]}>",
             (messages, count, message_bytes, values, kept, finite, *partition, self.format.is_vote),
             grid=grid,
             block=block,
@@ -144,39 +137,3 @@ class BlockKernels:
             return partition, (blocks, parts, 1), 32 * -(-self.block_size // 512)
         teams = 256 >> lane_bits
         return partition, (-(-blocks // teams), parts, 1), 256
-
-    def _check(
-        self, values: Tensor, messages: Tensor, part_length: int, companion: Tensor | None
-    ) -> str:
-        """Return the C++ type of the values. Raise CommHookError if the tensors do not fit."""
-        number = TYPES.get(values.dtype)
-        if number is None or values.dim() != 1:
-            raise CommHookError(
-                f"expected flat values of float32 or float64, found shape {tuple(values.shape)} "
-                f"of {values.dtype}"
-            )
-        if companion is not None and (
-            companion.dtype != values.dtype or companion.shape != values.shape
-        ):
-            raise CommHookError(
-                f"expected the shape and dtype of the values, {tuple(values.shape)} of "
-                f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
-            )
-        words = -(-part_length // self.block_size) + -(-part_length * self.format.bits // 32)
-        if self.format.group:
-            words += -(-part_length // (4 * self.format.group))
-        message_bytes = 4 * words
-        shape = messages.shape
-        if (
-            messages.dtype != torch.uint8
-            or len(shape) != 2
-            or shape[1] != message_bytes
-            or messages.data_ptr() % 4 != 0
-            or values.numel() > shape[0] * part_length
-        ):
-            raise CommHookError(
-                f"expected messages of uint8, in rows of {message_bytes} bytes for {part_length} "
-                f"of the {values.numel()} values, aligned to 4 bytes; found shape "
-                f"{tuple(messages.shape)} of {messages.dtype} at {messages.data_ptr():#x}"
-            )
-        return number

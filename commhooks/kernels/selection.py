@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for, launch, streaming_blocks
 from commhooks.kernels.source import TYPES, Source, kernel_name
 
@@ -34,10 +33,6 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
 
     (count,) int32, ascending. Of equal magnitudes the first are selected. Does not synchronize.
     """
-    check_gradient(gradient, error)
-    numel = gradient.numel()
-    if not 0 <= count <= numel:
-        raise CommHookError(f"expected to select 0 to {numel} elements, found {count}")
     indices = gradient.new_empty(count, dtype=torch.int32)
     if count == 0:
         add_and_check(gradient, error)
@@ -55,9 +50,6 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
     int32, ascending. Waits for the device, to learn how many indices there are.
     """
-    check_gradient(gradient, error)
-    if not threshold > 0:
-        raise CommHookError(f"expected a threshold above 0, found {threshold}")
     selection = _Selection(gradient)
     selection.mark(error, 0, sample_rank=0, bound=_key(threshold, gradient.dtype))
     selection.count()
@@ -71,7 +63,6 @@ def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
 
     Does not synchronize.
     """
-    check_gradient(gradient, error)
     flag = gradient.new_zeros(1)
     kernel = kernel_name("add_and_check", TYPES[gradient.dtype])
     arguments = (gradient, error, gradient.numel(), flag)
@@ -149,20 +140,3 @@ def _key(threshold: float, dtype: torch.dtype) -> int:
     """Return the bits of a positive number rounded to ``dtype``."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
     return int(torch.tensor(threshold, dtype=dtype).view(bits).item())
-
-
-def check_gradient(gradient: Tensor, *others: Tensor | None) -> None:
-    """Raise CommHookError unless kernels can use the gradient, and the others are like it."""
-    for tensor in (gradient, *others):
-        if tensor is None:
-            continue
-        if tensor.dtype not in TYPES or tensor.dim() != 1 or tensor.numel() >= 2**31:
-            raise CommHookError(
-                "expected gradients to be flat, float32 or float64, of fewer than 2^31 elements, "
-                f"found shape {tuple(tensor.shape)} in {tensor.dtype}"
-            )
-        if tensor.shape != gradient.shape or tensor.dtype != gradient.dtype:
-            raise CommHookError(
-                f"expected errors like the gradients, {tuple(gradient.shape)} in {gradient.dtype}, "
-                f"found {tuple(tensor.shape)} in {tensor.dtype}"
-            )

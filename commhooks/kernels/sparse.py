@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels.launcher import Argument, blocks_for, launch, streaming_blocks
-from commhooks.kernels.selection import check_gradient
 from commhooks.kernels.source import ELEMENTS, TYPES, Source, kernel_name
 from commhooks.precision import at_least_float32
 
@@ -150,7 +149,6 @@ def draw_indices(seed: int, rotation: int, numel: int, out: Tensor) -> None:
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
     """Add ``momentum * velocity`` to ``gradient`` in place; return that plus ``error``."""
-    check_gradient(gradient, velocity, error)
     total = torch.empty_like(gradient)
     arguments = (gradient, velocity, error, float(momentum), gradient.numel(), total)
     kernel = kernel_name("correct_momentum", TYPES[gradient.dtype])

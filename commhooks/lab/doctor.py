@@ -242,8 +242,8 @@ def _host_memory() -> Result:
     from reducer.native import HostGroup  # which fails if the extension is broken
 
     try:
-        group = HostGroup(0, 1)
-        group.connect([group.card])
+        group = HostGroup()
+        group.connect({0: group.address})
     except (RuntimeError, OSError) as error:
         return Health.ABSENT, f"{reason_of(error)}; ranks of a host average over the network"
-    return Health.FINE, "available to DistributedDataParallel(host_memory=True)"
+    return Health.FINE, "ranks of this host average through shared memory"

@@ -19,9 +19,17 @@ struct Parts {
   int64_t numel;
   int64_t part_length;
   int64_t block_size;
+  int64_t blocks_per_part = (part_length + block_size - 1) / block_size;
 
-  int64_t blocks_per_part() const {
-    return (part_length + block_size - 1) / block_size;
+  // Where a message has the scales of groups, behind those of blocks.
+  int64_t groups_offset() const {
+    return 4 * blocks_per_part;
+  }
+
+  // Where it has the codes, behind a byte per group of `group` numbers and zeros up to a multiple
+  // of 4 bytes; 0: there are no groups.
+  int64_t codes_offset(int64_t group) const {
+    return groups_offset() + (group == 0 ? 0 : (part_length + 4 * group - 1) / (4 * group) * 4);
   }
 };
 
@@ -32,8 +40,6 @@ struct EncodeCall {
   const void* error;  // may be null
   uint8_t* messages;  // one per part
   int64_t message_bytes;
-  int64_t groups_offset;
-  int64_t codes_offset;
   uint64_t seed;
   bool is_double;
   bool keep_residual;
@@ -44,8 +50,6 @@ struct DecodeCall {
   Parts parts;
   const uint8_t* messages;
   int64_t message_bytes;
-  int64_t groups_offset;
-  int64_t codes_offset;
   int64_t message_count;  // per part; the messages of one part are consecutive
   void* values;
   void* kept;  // may be null
@@ -56,8 +60,6 @@ struct DecodeCall {
 class BlockLoops {
  public:
   virtual ~BlockLoops() = default;
-  virtual int64_t bits() const = 0;
-  virtual int64_t group() const = 0;  // numbers per group, or 0 if there are no groups
   virtual void encode(const EncodeCall& call, int64_t begin, int64_t end) const = 0;
   virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
 };
@@ -77,47 +79,44 @@ std::unique_ptr<BlockLoops> level_loops(const Format& format);
 std::unique_ptr<BlockLoops> float_loops(const Format& format);
 std::unique_ptr<BlockLoops> sign_loops(const Format& format);
 
-// The message of a part of n values has these bytes:
-//
-//     | scales: 4 per block, float32 | codes: ceil(n * bits / 8) | zeros up to a multiple of 4 |
-//
-// If the codec has groups, one byte per group and zeros up to a multiple of 4 are before the codes.
-// A part with fewer values has a message of the same length, filled up with zeros. All tensors are
-// on the CPU; values, error and kept are 1-D, contiguous, and have the same dtype, float32 or
-// float64; scales, codes and sums of decoded numbers are float32. Results depend neither on the
-// number of threads nor on the machine: commhooks/kernels/block_codec.cu computes the same bytes.
+// The form of messages is that of BlockCodec in commhooks/codecs/block.py, which checks the
+// arguments: all tensors are on the CPU and contiguous; values, error and kept are flat, and have
+// the same dtype, float32 or float64; messages have one row per part. Scales, codes and sums of
+// decoded numbers are float32. Results depend neither on the number of threads nor on the machine:
+// commhooks/kernels/block_codec.cu computes the same bytes.
 class CpuBlockCodec {
  public:
   CpuBlockCodec(const Format& format, int64_t block_size);
 
-  // Returns the length of the message of a part.
-  int64_t encoded_bytes(int64_t part_length) const;
-
   // Writes the message of part i of values + error to row i of `messages`. If `keep_residual`, the
   // error of the encoding is written to values; otherwise values do not change.
   void encode(
-      at::Tensor values,
-      at::Tensor messages,
+      const at::Tensor& values,
+      const at::Tensor& messages,
       int64_t part_length,
       const std::optional<at::Tensor>& error,
       uint64_t seed,
       bool keep_residual) const;
 
   // Sets values to the mean of the rows of `messages`, which all have the same part.
-  void average(const at::Tensor& messages, at::Tensor values, int64_t part_length) const;
+  void average(const at::Tensor& messages, const at::Tensor& values, int64_t part_length) const;
 
   // If all scales are finite, decodes row i of `messages` to part i of values, copies the former
   // values to kept, and returns true. Otherwise sets values to NaN and returns false.
   bool assemble(
       const at::Tensor& messages,
-      at::Tensor values,
+      const at::Tensor& values,
       int64_t part_length,
-      std::optional<at::Tensor> kept) const;
+      const std::optional<at::Tensor>& kept) const;
 
  private:
-  Parts parts_of(const at::Tensor& values, int64_t part_length, const at::Tensor& messages) const;
-  int64_t group_bytes(int64_t part_length) const;
-  void decode(const DecodeCall& call, int64_t blocks) const;
+  // Decodes to each part its `count` consecutive messages.
+  void decode(
+      const at::Tensor& messages,
+      int64_t count,
+      const at::Tensor& values,
+      int64_t part_length,
+      void* kept) const;
   int64_t grain() const;  // the least number of blocks for one thread
 
   std::unique_ptr<BlockLoops> loops_;

@@ -71,8 +71,8 @@ struct Place {
 };
 
 inline Place place_of(const Parts& parts, int64_t index) {
-  const int64_t part = index / parts.blocks_per_part();
-  const int64_t block = index % parts.blocks_per_part();
+  const int64_t part = index / parts.blocks_per_part;
+  const int64_t block = index % parts.blocks_per_part;
   const int64_t offset = block * parts.block_size;
   const int64_t first = part * parts.part_length + offset;
   const int64_t left = std::min(parts.part_length - offset, parts.numel - first);

@@ -11,14 +11,6 @@ class CodecLoops final : public BlockLoops {
  public:
   explicit CodecLoops(const Codec& codec = {}) : codec_(codec) {}
 
-  int64_t bits() const override {
-    return Codec::kBits;
-  }
-
-  int64_t group() const override {
-    return Codec::kGroup;
-  }
-
   void encode(const EncodeCall& call, int64_t begin, int64_t end) const override {
     on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
       if (call.is_double) {

@@ -172,10 +172,11 @@ COMMHOOKS_INLINE float find_shares(
   float mean_scale = 0.0f;
   for (Share<Codec>& own : shares) {
     const auto scale = load<float>(message + 4 * place.block);
-    own.codes = message + call.codes_offset + place.block * code_bytes;
+    own.codes = message + call.parts.codes_offset(Codec::kGroup) + place.block * code_bytes;
     if constexpr (Codec::kGroup > 0) {
       const int64_t block_groups = call.parts.block_size / Codec::kGroup;
-      const uint8_t* const groups = message + call.groups_offset + place.block * block_groups;
+      const uint8_t* const groups =
+          message + call.parts.groups_offset() + place.block * block_groups;
       const int64_t count = (place.count + Codec::kGroup - 1) / Codec::kGroup;
       weigh_groups(codec, groups, count, scale * share, own.weights);
     } else if constexpr (several == Several::kMajority) {

@@ -206,7 +206,7 @@ COMMHOOKS_INLINE void write_block(
   const auto& [part, block, first, count] = group.places[i];
   uint8_t* const message = call.messages + part * call.message_bytes;
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
-  const int64_t codes_begin = call.codes_offset + block * code_bytes;
+  const int64_t codes_begin = call.parts.codes_offset(Codec::kGroup) + block * code_bytes;
   uint8_t* const packed = message + codes_begin;
   // The codes of the elements of the part, followed by zeros.
   const int64_t packed_bytes = (count * Codec::kBits + 7) / 8;
@@ -235,8 +235,9 @@ COMMHOOKS_INLINE void write_block(
       groups;
   if constexpr (Codec::kGroup > 0) {
     const int64_t block_groups = call.parts.block_size / Codec::kGroup;
-    const int64_t begin = call.groups_offset + block * block_groups;
-    const int64_t groups_room = std::min(block_groups, call.codes_offset - begin);
+    const int64_t begin = call.parts.groups_offset() + block * block_groups;
+    const int64_t groups_room =
+        std::min(block_groups, call.parts.codes_offset(Codec::kGroup) - begin);
     const int64_t used = has_scale ? (count + Codec::kGroup - 1) / Codec::kGroup : 0;
     if (has_scale) {
       scale_groups<Set>(codec, y, inverse, scale, count, groups);

@@ -142,7 +142,7 @@ COMMHOOKS_INLINE void rotate_blocks(
 template <typename T>
 void rotate_all(const Parts& parts, T* values, const T* added, bool inverse) {
   const int64_t count = (parts.numel + parts.part_length - 1) / parts.part_length;
-  const int64_t blocks = count * parts.blocks_per_part();
+  const int64_t blocks = count * parts.blocks_per_part;
   at::parallel_for(0, blocks, kGrain, [&](int64_t begin, int64_t end) {
     on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
       rotate_blocks<decltype(set)>(parts, values, added, begin, end, inverse);
@@ -150,29 +150,13 @@ void rotate_all(const Parts& parts, T* values, const T* added, bool inverse) {
   });
 }
 
-void check(const at::Tensor& tensor, const at::Tensor& values) {
-  TORCH_CHECK(
-      tensor.device().is_cpu() && tensor.dim() == 1 && tensor.is_contiguous() &&
-          (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble) &&
-          tensor.sizes() == values.sizes() && tensor.scalar_type() == values.scalar_type(),
-      "Expected flat, contiguous numbers on the CPU, of one length in float32 or float64, found ",
-      tensor.sizes(), " in ", tensor.scalar_type(), " on ", tensor.device(), ".");
-}
-
 }  // namespace
 
 void rotate(
-    at::Tensor values, const std::optional<at::Tensor>& added, int64_t part_length, bool inverse) {
-  check(values, values);
-  if (added.has_value()) {
-    check(*added, values);
-  }
-  TORCH_CHECK(
-      part_length > 0 || values.numel() == 0, "Expected parts of at least one number, found ",
-      part_length, ".");
-  if (values.numel() == 0) {
-    return;
-  }
+    const at::Tensor& values,
+    const std::optional<at::Tensor>& added,
+    int64_t part_length,
+    bool inverse) {
   const Parts parts{values.numel(), part_length, kBlock};
   const void* more = added.has_value() ? added->const_data_ptr() : nullptr;
   if (values.scalar_type() == at::kDouble) {

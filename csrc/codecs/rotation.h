@@ -10,8 +10,11 @@
 namespace commhooks {
 
 // Sets values to the rotation of values + added, part by part; with `inverse`, rotates back.
-// Tensors are flat, contiguous, on the CPU, and have the same dtype, float32 or float64.
+// Tensors are flat, contiguous, on the CPU, not empty, and have the same dtype, float32 or float64.
 void rotate(
-    at::Tensor values, const std::optional<at::Tensor>& added, int64_t part_length, bool inverse);
+    const at::Tensor& values,
+    const std::optional<at::Tensor>& added,
+    int64_t part_length,
+    bool inverse);
 
 }  // namespace commhooks

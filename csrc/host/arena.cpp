@@ -31,8 +31,8 @@ File anonymous_file() {
 void extend(int file, int64_t offset, size_t bytes) {
   if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
     const std::string what = "cannot share " + std::to_string(bytes) +
-        " bytes with the other ranks of this host (posix_fallocate); free memory, or leave out "
-        "host_memory=True";
+        " bytes with the other ranks of this host (posix_fallocate); free memory, or pass "
+        "host_memory=False";
     throw_error(what.c_str(), error);
   }
 }
@@ -45,16 +45,16 @@ File::~File() {
   }
 }
 
-Window::Window(size_t bytes)
-    : data_(mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)), bytes_(bytes) {
+Window::Window(int file, int64_t offset, size_t bytes) : bytes_(bytes) {
+#ifdef __linux__
+  constexpr int kFlags = MAP_SHARED | MAP_POPULATE;
+#else
+  constexpr int kFlags = MAP_SHARED;
+#endif
+  data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, file, offset);
   if (data_ == MAP_FAILED) {
-    data_ = nullptr;
     throw_error("mmap");
   }
-}
-
-Window::Window(int file, int64_t offset, size_t bytes) : Window(bytes) {
-  map(0, file, offset, bytes);
 }
 
 Window::~Window() {
@@ -63,24 +63,9 @@ Window::~Window() {
   }
 }
 
-void Window::map(size_t position, int file, int64_t offset, size_t bytes) {
-#ifdef __linux__
-  constexpr int kFlags = MAP_SHARED | MAP_FIXED | MAP_POPULATE;
-#else
-  constexpr int kFlags = MAP_SHARED | MAP_FIXED;
-#endif
-  if (mmap(data() + position, bytes, PROT_READ | PROT_WRITE, kFlags, file, offset) == MAP_FAILED) {
-    throw_error("mmap");
-  }
-}
-
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
-}
-
-size_t round_up_to_pages(size_t bytes) {
-  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
 Arena::Arena(File file)
@@ -104,19 +89,19 @@ bool Arena::is_of_this_process() const {
   return process_ == getpid();
 }
 
-std::unique_ptr<Arena::Piece> Arena::allocate(size_t bytes) {
-  bytes = round_up_to_pages(bytes);
+std::unique_ptr<Arena::Allocation> Arena::allocate(size_t bytes) {
+  bytes = (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
   const std::lock_guard lock(mutex_);
   extend(file(), end_, bytes);
   const int64_t offset = end_;
   end_ += static_cast<int64_t>(bytes);
-  return std::make_unique<Piece>(shared_from_this(), offset, bytes);
+  return std::make_unique<Allocation>(shared_from_this(), offset, bytes);
 }
 
-Arena::Piece::Piece(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes)
+Arena::Allocation::Allocation(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes)
     : arena_(std::move(arena)), offset_(offset), bytes_(bytes), window_(file(), offset, bytes) {}
 
-Arena::Piece::~Piece() {
+Arena::Allocation::~Allocation() {
 #ifdef __linux__
   if (!is_kept_ && arena_->is_of_this_process()) {
     fallocate(

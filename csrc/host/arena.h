@@ -28,38 +28,29 @@ class File {
   int descriptor_;
 };
 
-// Consecutive addresses, at which parts of files are mapped.
+// A part of a file in the memory of this process.
 class Window {
  public:
-  // Throws std::system_error, as `map` does.
-  explicit Window(size_t bytes);
+  // Throws std::system_error. The offset is that of a page.
   Window(int file, int64_t offset, size_t bytes);
   Window(Window&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  Window& operator=(Window other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
-  }
+  Window& operator=(Window&&) = delete;
   ~Window();
-
-  // Maps a part of `file` at `position`. Positions, offsets and lengths are multiples of a page.
-  void map(size_t position, int file, int64_t offset, size_t bytes);
 
   char* data() const {
     return static_cast<char*>(data_);
   }
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
+  void* data_;
+  size_t bytes_;
 };
 
 size_t page_bytes();
-size_t round_up_to_pages(size_t bytes);
 
 // The memory that this process shares: one anonymous file, which is gone with the last process that
-// has it open or mapped. Offsets are given out once, so an offset names a piece of memory for good.
+// has it open or mapped. Offsets are given out once, so an offset names memory for good.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // Throws std::system_error if the system has no such files. A forked process gets an arena of its
@@ -67,12 +58,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
   static std::shared_ptr<Arena> of_process();
 
   // Memory that is given back to the system on destruction, other than in a forked process.
-  class Piece {
+  class Allocation {
    public:
-    Piece(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes);
-    Piece(const Piece&) = delete;
-    Piece& operator=(const Piece&) = delete;
-    ~Piece();
+    Allocation(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes);
+    Allocation(const Allocation&) = delete;
+    Allocation& operator=(const Allocation&) = delete;
+    ~Allocation();
 
     // Does not give the memory back before the process ends.
     void keep() {
@@ -101,7 +92,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
 
   // Returns at least this many bytes, zeros. Throws std::system_error if memory is exhausted.
-  std::unique_ptr<Piece> allocate(size_t bytes);
+  std::unique_ptr<Allocation> allocate(size_t bytes);
 
   // The first page is not given out.
   char* first_page() const {

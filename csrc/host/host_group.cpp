@@ -27,6 +27,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr size_t kCacheLine = 64;  // bytes
+
 // Where the threads of a process sleep, in the first page of its arena.
 struct Doorbell {
   std::atomic<uint32_t> rings{0};
@@ -135,37 +137,33 @@ std::vector<std::shared_ptr<HostGroup>> living_groups() {
 
 // -------------------------------------------------------------------------------- shared by ranks
 
-// The input of an operation: memory of the rank's arena.
-struct HostGroup::Place {
-  int64_t offset;
+// What a rank averages in an operation.
+struct HostGroup::Slot {
+  int64_t offset;  // in its arena
   int64_t bytes;
   uint64_t bucket;
-  int32_t dtype;
-  int32_t in_place;
+  int64_t dtype;
 
-  // Whether ranks with these inputs average the same bucket.
-  bool matches(const Place& other) const {
-    return bytes == other.bytes && bucket == other.bucket && dtype == other.dtype &&
-        in_place == other.in_place;
+  // Whether ranks with these slots average the same bucket.
+  bool matches(const Slot& other) const {
+    return bytes == other.bytes && bucket == other.bucket && dtype == other.dtype;
   }
   std::string describe() const {
-    return c10::str(
-        "bucket ", bucket, " (", bytes, " bytes of ", static_cast<c10::ScalarType>(dtype),
-        in_place ? ", gradients are views)" : ")");
+    const auto type = static_cast<c10::ScalarType>(dtype);
+    return c10::str("bucket ", bucket, " (", bytes, " bytes of ", type, ")");
   }
 };
 
 struct HostGroup::Control {
   uint64_t nonce = 0;
-  alignas(64) Counter packed{0};
-  alignas(64) Counter summed{0};
-  alignas(64) Counter copied{0};
-  alignas(64) Counter read{0};
+  alignas(kCacheLine) Counter packed{0};
+  alignas(kCacheLine) Counter summed{0};
+  alignas(kCacheLine) Counter copied{0};
   std::atomic<uint32_t> is_closed{0};  // the rank takes part in nothing more
-  std::array<Place, 256> places = {};  // of the last operations, by number modulo the size
+  std::array<Slot, 256> slots = {};    // of the last operations, by number modulo the size
 
-  Place& place(int64_t number) {
-    return places[static_cast<size_t>(number) % places.size()];
+  Slot& slot(int64_t number) {
+    return slots[static_cast<size_t>(number) % slots.size()];
   }
 };
 
@@ -185,66 +183,36 @@ struct HostGroup::Peer {
   }
 };
 
-// Memory of a bucket, and what of the peers' is mapped for it.
+// Memory of this rank, and what is mapped of its peers' for the same purpose.
 struct HostGroup::Memory {
-  Memory(std::unique_ptr<Arena::Piece> owned, int rank, int size, bool in_place)
-      : piece(std::move(owned)),
-        in_place(in_place),
-        slice_bytes(round_up_to_pages((piece->bytes() + size - 1) / size)),
-        average(piece->bytes()),
-        offsets(size, -1),
-        inputs(size) {
-    const auto [begin, bytes] = slice(rank);
-    if (bytes > 0) {
-      average.map(begin, piece->file(), piece->offset() + begin, bytes);
-    }
-  }
-
-  struct Slice {
-    size_t begin;
-    size_t bytes;  // whole pages
+  struct Mapped {
+    int64_t offset = -1;
+    std::shared_ptr<Window> window;
   };
-  Slice slice(int rank) const {
-    const size_t begin = std::min(rank * slice_bytes, piece->bytes());
-    return {begin, std::min(slice_bytes, piece->bytes() - begin)};
-  }
 
-  const std::unique_ptr<Arena::Piece> piece;
-  const bool in_place;
-  const size_t slice_bytes;
-  Window average;                             // slice r of each rank r
-  std::vector<int64_t> offsets;               // of what is mapped now, by rank; -1: nothing
-  std::vector<std::optional<Window>> inputs;  // the slice of this rank in the memory of each peer
+  std::weak_ptr<HostGroup> group;
+  std::unique_ptr<Arena::Allocation> own;
+  std::vector<Mapped> peers;
 };
 
 struct HostGroup::Operation {
-  Operation(std::shared_ptr<HostGroup> group, std::shared_ptr<Memory> memory, const Place& place)
-      : group(std::move(group)), memory(std::move(memory)), place(place) {}
-  ~Operation() {
-    group->advance(&Control::read);
-  }
-
-  bool is_complete() const {
-    return is_ready && (!memory->in_place || group->all_exceed(&Control::copied, number));
-  }
-  char* data() const {
-    return memory->piece->data();
-  }
-  c10::ScalarType dtype() const {
-    return static_cast<c10::ScalarType>(place.dtype);
-  }
-  // The slice of a rank without what is left of its last page.
-  Memory::Slice slice(int rank) const {
-    const auto [begin, bytes] = memory->slice(rank);
-    const auto end = std::min(begin + bytes, static_cast<size_t>(place.bytes));
-    return {begin, end - std::min(begin, end)};
-  }
-
-  const std::shared_ptr<HostGroup> group;
   const std::shared_ptr<Memory> memory;
-  const Place place;
-  int64_t number = 0;
-  std::atomic<bool> is_ready{false};  // all ranks have summed, and this one has copied
+  const at::Tensor tensor;
+  const Slot slot;
+  const int64_t number;
+  std::atomic<bool> is_copied{false};
+
+  struct Slice {
+    size_t begin;
+    size_t bytes;
+  };
+  // A whole number of cache lines, other than at the end.
+  Slice slice(int rank, int size) const {
+    const auto bytes = static_cast<size_t>(slot.bytes);
+    const size_t length = (bytes / size + kCacheLine) / kCacheLine * kCacheLine;
+    const size_t begin = std::min(rank * length, bytes);
+    return {begin, std::min(length, bytes - begin)};
+  }
 };
 
 // Owns what a tensor over shared memory needs.
@@ -275,22 +243,24 @@ std::shared_ptr<Owner> owner_of(const at::Tensor& tensor) {
 
 class HostGroup::Result final : public PendingResult {
  public:
-  Result(std::shared_ptr<Operation> operation, at::Tensor tensor, milliseconds timeout)
-      : operation_(std::move(operation)), tensor_(std::move(tensor)), timeout_(timeout) {}
+  Result(
+      std::shared_ptr<HostGroup> group, std::shared_ptr<Operation> operation, milliseconds timeout)
+      : group_(std::move(group)), operation_(std::move(operation)), timeout_(timeout) {}
 
   bool is_complete() override {
-    note_completion();
+    if (!completed_ && is_copied_by_all()) {
+      completed_ = Clock::now();
+    }
     return completed_.has_value();
   }
 
   void wait() noexcept override {
     try {
-      operation_->group->wait([&] { return operation_->is_complete(); }, timeout_);
-      note_completion();
+      group_->wait([&] { return is_copied_by_all(); }, timeout_);
     } catch (...) {
       error_ = std::current_exception();
-      completed_ = Clock::now();
     }
+    completed_ = completed_.value_or(Clock::now());
   }
 
   Clock::time_point completed() const override {
@@ -301,22 +271,16 @@ class HostGroup::Result final : public PendingResult {
     if (error_) {
       std::rethrow_exception(error_);
     }
-    if (operation_->memory->in_place) {
-      return tensor_;
-    }
-    return tensor_over(
-        operation_->memory->average.data(), operation_, tensor_.numel(), tensor_.scalar_type());
+    return operation_->tensor;
   }
 
  private:
-  void note_completion() {
-    if (!completed_ && operation_->is_complete()) {
-      completed_ = Clock::now();
-    }
+  bool is_copied_by_all() const {
+    return operation_->is_copied && group_->all_exceed(&Control::copied, operation_->number);
   }
 
+  std::shared_ptr<HostGroup> group_;
   std::shared_ptr<Operation> operation_;
-  at::Tensor tensor_;  // the input
   milliseconds timeout_;
   std::optional<Clock::time_point> completed_;
   std::exception_ptr error_;
@@ -324,94 +288,133 @@ class HostGroup::Result final : public PendingResult {
 
 // ------------------------------------------------------------------------------------ connecting
 
-HostGroup::HostGroup(int rank, int size)
-    : rank_(rank),
-      size_(size),
-      arena_(Arena::of_process()),
-      control_piece_(arena_->allocate(sizeof(Control))),
-      control_(*new (control_piece_->data()) Control) {
+HostGroup::HostGroup()
+    : arena_(Arena::of_process()),
+      control_memory_(arena_->allocate(sizeof(Control))),
+      control_(*new (control_memory_->data()) Control) {
   control_.nonce = random_number();
 }
 
-std::shared_ptr<HostGroup> HostGroup::create(int rank, int size) {
-  std::shared_ptr<HostGroup> group(new HostGroup(rank, size));
+std::shared_ptr<HostGroup> HostGroup::create() {
+  std::shared_ptr<HostGroup> group(new HostGroup);
   const std::lock_guard lock(groups_mutex);
   all_groups().push_back(group);
   return group;
 }
 
 HostGroup::~HostGroup() {
-  control_piece_->keep();  // peers may still look at it
-  for (const auto& memory : unread_) {
-    memory->piece->keep();
-  }
+  control_memory_->keep();  // peers may still look at it
   if (arena_->is_of_this_process()) {
     control_.is_closed = 1;
     ring();
   }
 }
 
-HostGroup::Card HostGroup::card() const {
-  return {getpid(), arena_->file(), control_piece_->offset(), control_.nonce};
+HostGroup::Address HostGroup::address() const {
+  return {getpid(), arena_->file(), control_memory_->offset(), control_.nonce};
 }
 
-void HostGroup::connect(const std::vector<Card>& cards) {
-  std::vector<Peer> peers;
-  for (const Card& card : cards) {
-    File arena = open_file_of(card.process, card.file);
+void HostGroup::connect(const std::map<int64_t, Address>& addresses) {
+  for (const auto& [rank, address] : addresses) {
+    File arena = open_file_of(address.process, address.file);
     Window first_page(arena.descriptor(), 0, page_bytes());
-    Window control(arena.descriptor(), card.offset, control_piece_->bytes());
-    peers.push_back(
-        {std::move(arena), watch_process(card.process), std::move(first_page), std::move(control)});
+    Window control(arena.descriptor(), address.offset, control_memory_->bytes());
+    if (address.nonce == control_.nonce) {
+      rank_ = static_cast<int>(peers_.size());
+    }
+    ranks_.push_back(rank);
+    peers_.push_back(
+        {std::move(arena), watch_process(address.process), std::move(first_page),
+         std::move(control)});
     // Another process may have got this id in another namespace of processes.
     TORCH_CHECK(
-        peers.back().control().nonce == card.nonce, "Process ", card.process,
-        " is not the rank that published its memory.");
+        peers_.back().control().nonce == address.nonce, "Process ", address.process,
+        " is not rank ", rank, ", which published its memory.");
   }
-  peers_ = std::move(peers);
+}
+
+// -------------------------------------------------------------------------------------- tensors
+
+at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype) {
+  const size_t bytes = numel * c10::elementSize(dtype);
+  auto memory = std::make_shared<Memory>();
+  memory->group = weak_from_this();
+  memory->own = arena_->allocate(std::max<size_t>(bytes, 1));
+  memory->peers.resize(size());
+  char* data = memory->own->data();
+  return tensor_over(data, std::move(memory), numel, dtype);
+}
+
+std::shared_ptr<HostGroup> HostGroup::of(const at::Tensor& tensor) {
+  const auto memory = owner_of<Memory>(tensor);
+  return memory ? memory->group.lock() : nullptr;
+}
+
+int64_t HostGroup::offset_of(const at::Tensor& tensor) const {
+  const auto memory = owner_of<Memory>(tensor);
+  TORCH_CHECK(memory, "Expected a tensor in memory that ranks of this host share.");
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  return memory->own->offset() + (data - memory->own->data());
+}
+
+// Returns where memory of a peer is in this process, like all of `memory`.
+char* HostGroup::map(Memory& memory, int rank, int64_t offset) const {
+  if (rank == rank_) {
+    return memory.own->data();
+  }
+  Memory::Mapped& mapped = memory.peers[rank];
+  if (mapped.offset != offset) {
+    const int file = peers_[rank].arena.descriptor();
+    mapped.window = std::make_shared<Window>(file, offset, memory.own->bytes());
+    mapped.offset = offset;
+  }
+  return mapped.window->data();
+}
+
+std::vector<at::Tensor> HostGroup::tensors_at(
+    const std::map<int64_t, int64_t>& offsets, const at::Tensor& own) const {
+  const auto memory = owner_of<Memory>(own);
+  TORCH_CHECK(memory, "Expected a tensor in memory that ranks of this host share.");
+  const int64_t inside = offset_of(own) - memory->own->offset();
+  std::vector<at::Tensor> tensors;
+  for (const auto& [number, offset] : offsets) {
+    const auto found = std::find(ranks_.begin(), ranks_.end(), number);
+    TORCH_CHECK(found != ranks_.end(), "Rank ", number, " is on another host.");
+    const auto rank = static_cast<int>(found - ranks_.begin());
+    if (rank == rank_) {
+      tensors.push_back(own);
+      continue;
+    }
+    char* data = map(*memory, rank, offset - inside) + inside;
+    tensors.push_back(
+        tensor_over(data, memory->peers[rank].window, own.numel(), own.scalar_type()));
+  }
+  return tensors;
 }
 
 // -------------------------------------------------------------------------------------- averaging
 
-at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype, bool in_place) {
-  const size_t bytes = numel * c10::elementSize(dtype);
-  auto memory = std::make_shared<Memory>(
-      arena_->allocate(std::max<size_t>(bytes, 1)), rank_, size_, in_place);
-  char* data = memory->piece->data();
-  return tensor_over(data, std::move(memory), numel, dtype);
-}
-
 std::unique_ptr<PendingResult> HostGroup::average(
     const at::Tensor& tensor, size_t bucket, milliseconds timeout) {
-  auto memory = owner_of<Memory>(tensor);
-  TORCH_INTERNAL_ASSERT(memory, "The memory of a tensor is not that of allocate().");
   const int64_t number = control_.packed;
-  if (const auto earlier = number - static_cast<int64_t>(control_.places.size()); earlier >= 0) {
-    // The place may be in use.
+  if (const auto earlier = number - static_cast<int64_t>(control_.slots.size()); earlier >= 0) {
+    // The slot may be in use.
     wait([&] { return all_exceed(&Control::summed, earlier); }, timeout);
   }
-  Place& place = control_.place(number);
-  place = {
-      memory->piece->offset(), static_cast<int64_t>(tensor.nbytes()), bucket,
-      static_cast<int32_t>(tensor.scalar_type()), memory->in_place};
-  auto operation = std::make_shared<Operation>(shared_from_this(), std::move(memory), place);
+  Slot& slot = control_.slot(number);
+  slot = {
+      offset_of(tensor), static_cast<int64_t>(tensor.nbytes()), bucket,
+      static_cast<int64_t>(tensor.scalar_type())};
+  std::shared_ptr<Operation> operation(
+      new Operation{owner_of<Memory>(tensor), tensor, slot, number});
   {
     const Lock lock(mutex_);
     check_failed_locked();
-    operation->number = number;
     operations_.push_back(operation);
-    unread_.push_back(operation->memory);
   }
   advance(&Control::packed);
   progress();
-  return std::make_unique<Result>(std::move(operation), tensor, timeout);
-}
-
-void HostGroup::end_step(milliseconds timeout) {
-  const int64_t last = control_.packed - 1;
-  wait([&] { return all_exceed(&Control::read, last); }, timeout);
-  Lock lock(mutex_);
-  lock.replace(unread_, {});
+  return std::make_unique<Result>(shared_from_this(), std::move(operation), timeout);
 }
 
 void HostGroup::progress_all() {
@@ -441,49 +444,26 @@ bool HostGroup::sum_next_locked() {
   if (summed_ == operations_.size()) {
     return false;
   }
-  Operation& operation = *operations_[summed_];
+  const Operation& operation = *operations_[summed_];
   if (!all_exceed(&Control::packed, operation.number)) {
     return false;
   }
-  map_peers(operation);
-  const auto [begin, bytes] = operation.slice(rank_);
-  if (bytes > 0) {
-    std::vector<const void*> inputs;
-    for (int rank = 0; rank < size_; ++rank) {
-      inputs.push_back(
-          rank == rank_ ? operation.data() + begin : operation.memory->inputs[rank]->data());
-    }
-    const auto numel = static_cast<int64_t>(bytes / c10::elementSize(operation.dtype()));
-    sum(inputs, operation.data() + begin, numel, operation.dtype());
+  const auto [begin, bytes] = operation.slice(rank_, size());
+  std::vector<const void*> slices;
+  for (int rank = 0; rank < size(); ++rank) {
+    const Slot& slot = peers_[rank].control().slot(operation.number);
+    TORCH_CHECK(
+        slot.matches(operation.slot), "Ranks average different buckets: expected ",
+        operation.slot.describe(), " as on rank ", ranks_[rank_], ", found ", slot.describe(),
+        " on rank ", ranks_[rank], ". A step may have failed on some ranks only.");
+    slices.push_back(map(*operation.memory, rank, slot.offset) + begin);
   }
+  const auto dtype = operation.tensor.scalar_type();
+  const auto numel = static_cast<int64_t>(bytes / c10::elementSize(dtype));
+  sum(slices, operation.memory->own->data() + begin, numel, dtype);
   ++summed_;
   advance(&Control::summed);
   return true;
-}
-
-// Maps what the peers average in this operation, as far as another piece is mapped now.
-void HostGroup::map_peers(Operation& operation) {
-  Memory& memory = *operation.memory;
-  const auto own = memory.slice(rank_);
-  for (int rank = 0; rank < size_; ++rank) {
-    const Peer& peer = peers_[rank];
-    const Place& place = peer.control().place(operation.number);
-    TORCH_CHECK(
-        place.matches(operation.place), "Ranks average different buckets: expected ",
-        operation.place.describe(), " as on rank ", rank_, ", found ", place.describe(),
-        " on rank ", rank, ". A step may have failed on some ranks only.");
-    if (rank == rank_ || memory.offsets[rank] == place.offset) {
-      continue;
-    }
-    const int file = peer.arena.descriptor();
-    if (const auto [begin, bytes] = memory.slice(rank); bytes > 0) {
-      memory.average.map(begin, file, place.offset + static_cast<int64_t>(begin), bytes);
-    }
-    if (own.bytes > 0) {
-      memory.inputs[rank].emplace(file, place.offset + static_cast<int64_t>(own.begin), own.bytes);
-    }
-    memory.offsets[rank] = place.offset;
-  }
 }
 
 bool HostGroup::copy_next_locked(std::vector<std::shared_ptr<Operation>>& done) {
@@ -494,14 +474,13 @@ bool HostGroup::copy_next_locked(std::vector<std::shared_ptr<Operation>>& done) 
   if (!all_exceed(&Control::summed, operation.number)) {
     return false;
   }
-  if (operation.memory->in_place) {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (const auto [begin, bytes] = operation.slice(rank); rank != rank_) {
-        copy(operation.memory->average.data() + begin, operation.data() + begin, bytes);
-      }
+  Memory& memory = *operation.memory;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (const auto [begin, bytes] = operation.slice(rank, size()); rank != rank_) {
+      copy(memory.peers[rank].window->data() + begin, memory.own->data() + begin, bytes);
     }
   }
-  operation.is_ready = true;
+  operation.is_copied = true;
   done.push_back(std::move(operations_.front()));
   operations_.pop_front();
   --summed_;
@@ -532,12 +511,12 @@ void HostGroup::ring() const {
 void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeout) {
   Doorbell& doorbell = doorbell_in(arena_->first_page());
   const auto deadline = Clock::now() + timeout;
-  bool looks_around = false;
+  bool asks_system = false;
   while (true) {
     const uint32_t seen = doorbell.rings;
     const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
     // Before `progress_all`: what a peer did before it was lost counts.
-    std::string loss = find_loss(looks_around);
+    std::string loss = find_loss(asks_system);
     progress_all();
     if (condition()) {
       return;
@@ -552,16 +531,16 @@ void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeou
       const Lock lock(mutex_);
       check_failed_locked();
     }
-    looks_around = doorbell.sleep(seen, std::min(left, look_around_.load()));
+    asks_system = doorbell.sleep(seen, std::min(left, liveness_interval_.load()));
   }
 }
 
-// Returns the loss of a peer, if there is one. `looks_around`: whether to ask for dead processes.
-std::string HostGroup::find_loss(bool looks_around) const {
-  for (int rank = 0; rank < size_; ++rank) {
+// Returns the loss of a peer, if there is one. `asks_system`: whether to look for dead processes.
+std::string HostGroup::find_loss(bool asks_system) const {
+  for (int rank = 0; rank < size(); ++rank) {
     const Peer& peer = peers_[rank];
-    if (rank != rank_ && (peer.control().is_closed || (looks_around && has_ended(peer.process)))) {
-      return c10::str("Connection closed by peer: rank ", rank, " (host memory)");
+    if (rank != rank_ && (peer.control().is_closed || (asks_system && has_ended(peer.process)))) {
+      return c10::str("Connection closed by peer: rank ", ranks_[rank], " (host memory)");
     }
   }
   return {};
@@ -569,12 +548,11 @@ std::string HostGroup::find_loss(bool looks_around) const {
 
 std::string HostGroup::describe_late() const {
   const int64_t operations = control_.packed;
-  for (const auto counter :
-       {&Control::packed, &Control::summed, &Control::copied, &Control::read}) {
-    std::vector<int> late;
-    for (int rank = 0; rank < size_; ++rank) {
+  for (const auto counter : {&Control::packed, &Control::summed, &Control::copied}) {
+    std::vector<int64_t> late;
+    for (int rank = 0; rank < size(); ++rank) {
       if ((peers_[rank].control().*counter).load() < operations) {
-        late.push_back(rank);
+        late.push_back(ranks_[rank]);
       }
     }
     if (!late.empty()) {

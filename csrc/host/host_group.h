@@ -9,6 +9,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,25 +21,22 @@ namespace commhooks {
 // Note [Host memory]
 // ~~~~~~~~~~~~~~~~~~
 // Each rank packs its gradients into memory that its peers have mapped, and sums one slice of the
-// bucket over all ranks, in place. The averages are then read where they are:
+// bucket over all ranks, in place. Then it copies the other slices from where they were summed:
 //
 //                      slice 0   slice 1   slice 2
 //   bucket of rank 0 [ sum 0   | grads   | grads   ]      sum r = the slices r of ranks 0 + 1 + 2,
 //   bucket of rank 1 [ grads   | sum 1   | grads   ]              by rank r
 //   bucket of rank 2 [ grads   | grads   | sum 2   ]
 //                        \         |         /
-//   average          [ sum 0   | sum 1   | sum 2   ]      mapped by each rank as one tensor
+//   every bucket     [ sum 0   | sum 1   | sum 2   ]
 //
 // Each rank counts its operations, in the same order as its peers, in memory that they can see:
 //
-//   packed   its gradients are there                all ranks have packed  -> it sums its slice
-//   summed   its slice is an average                all have summed        -> it may read
-//   copied   it has read into its own bucket        all have copied        -> complete, if in place
-//   read     it has released the average            all have read          -> it may pack again
+//   packed   its gradients are there            all ranks have packed  -> it sums its slice
+//   summed   its slice is an average            all have summed        -> it copies their slices
+//   copied   its bucket is the average          all have copied        -> complete
 //
-// Without `in_place` an average is complete when all have summed, and `end_step` waits for `read`.
-// Gradients that are views of a bucket may be overwritten by users at any time after backward. So
-// averages are copied into the bucket, and are complete when all ranks have copied them.
+// Then nobody reads the bucket any more, and users may overwrite gradients that are views of it.
 //
 // No thread is needed: whoever adds an operation or waits for one does what can be done for all of
 // them. A rank that has nothing to do sleeps on its doorbell, a futex in its own memory, which its
@@ -47,7 +45,7 @@ namespace commhooks {
 class HostGroup final : public Transport, public std::enable_shared_from_this<HostGroup> {
  public:
   // What peers need to know of a rank.
-  struct Card {
+  struct Address {
     int64_t process;  // its id
     int64_t file;     // the descriptor of its arena
     int64_t offset;   // of its control block
@@ -55,30 +53,45 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   };
 
   // Throws std::system_error if the system lacks what is needed.
-  static std::shared_ptr<HostGroup> create(int rank, int size);
+  static std::shared_ptr<HostGroup> create();
+  // Returns the group that has allocated `tensor`; null if there is none.
+  static std::shared_ptr<HostGroup> of(const at::Tensor& tensor);
   ~HostGroup() override;
 
-  Card card() const;
-  // Maps the memory of the ranks with these cards. Throws std::exception if that fails.
-  void connect(const std::vector<Card>& cards);
+  Address address() const;
+  // Maps the memory of the ranks of this host, this one included, by their numbers in the process
+  // group. Throws std::exception if that fails.
+  void connect(const std::map<int64_t, Address>& addresses);
+  const std::vector<int64_t>& ranks() const {
+    return ranks_;
+  }
 
   const char* name() const override {
     return "host memory";
   }
-  at::Tensor allocate(int64_t numel, c10::ScalarType dtype, bool in_place) override;
+  int size() const override {
+    return static_cast<int>(ranks_.size());
+  }
+  at::Tensor allocate(int64_t numel, c10::ScalarType dtype) override;
   std::unique_ptr<PendingResult> average(
       const at::Tensor& tensor, size_t bucket, std::chrono::milliseconds timeout) override;
-  void end_step(std::chrono::milliseconds timeout) override;
+
+  // Where peers find `tensor`, of `allocate`.
+  int64_t offset_of(const at::Tensor& tensor) const;
+  // Returns the tensors that ranks have at these offsets, like `own`. They are not copies: agree on
+  // who writes when.
+  std::vector<at::Tensor> tensors_at(
+      const std::map<int64_t, int64_t>& offsets, const at::Tensor& own) const;
 
   // How often a sleeping thread sees whether its peers live. Tests make it long, so that a lost
   // wake-up shows.
-  void set_look_around(std::chrono::milliseconds interval) {
-    look_around_ = interval;
+  void set_liveness_interval(std::chrono::milliseconds interval) {
+    liveness_interval_ = interval;
   }
 
  private:
   struct Control;
-  struct Place;
+  struct Slot;
   struct Memory;
   struct Peer;
   struct Operation;
@@ -86,37 +99,38 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   using Clock = std::chrono::steady_clock;
   using Counter = std::atomic<int64_t>;
 
-  HostGroup(int rank, int size);
+  HostGroup();
 
   static void progress_all();
   void progress();
   bool sum_next_locked();
   bool copy_next_locked(std::vector<std::shared_ptr<Operation>>& done);
-  void map_peers(Operation& operation);
+  char* map(Memory& memory, int rank, int64_t offset) const;
   bool all_exceed(Counter Control::* counter, int64_t number) const;
   void advance(Counter Control::* counter);
   void ring() const;
 
   void wait(const std::function<bool()>& condition, std::chrono::milliseconds timeout);
-  std::string find_loss(bool looks_around) const;
+  std::string find_loss(bool asks_system) const;
   std::string describe_late() const;
   void fail(const std::string& why);
   void check_failed_locked() const;
 
-  const int rank_;
-  const int size_;
   const std::shared_ptr<Arena> arena_;
-  const std::unique_ptr<Arena::Piece> control_piece_;
+  const std::unique_ptr<Arena::Allocation> control_memory_;
   Control& control_;
-  std::vector<Peer> peers_;  // one per rank, this one included
 
-  std::atomic<std::chrono::milliseconds> look_around_{std::chrono::milliseconds(20)};
+  // The ranks of this host, this one included, which is `peers_[rank_]`.
+  int rank_ = 0;
+  std::vector<int64_t> ranks_;  // in the process group
+  std::vector<Peer> peers_;
+
+  std::atomic<std::chrono::milliseconds> liveness_interval_{std::chrono::milliseconds(20)};
 
   mutable std::mutex mutex_;                           // guards what follows
   std::deque<std::shared_ptr<Operation>> operations_;  // not copied yet, the oldest first
   size_t summed_ = 0;                                  // of these
-  std::vector<std::shared_ptr<Memory>> unread_;  // may still be read by peers, since `end_step`
-  std::string failure_;                          // empty if there is none
+  std::string failure_;                                // empty if there is none
 };
 
 }  // namespace commhooks

@@ -23,8 +23,11 @@ struct Direct {
   static const Number* read(const Number* in, Number* /*room*/, int64_t /*numel*/) {
     return in;
   }
-  static void write(const Number* in, Number* out, int64_t numel) {
-    std::copy_n(in, numel, out);
+  static void write(const Number* in, Number* out, int64_t numel, double scale) {
+    const auto factor = static_cast<Number>(scale);
+    for (int64_t i = 0; i < numel; ++i) {
+      out[i] = in[i] * factor;
+    }
   }
 };
 
@@ -38,8 +41,8 @@ struct Converted {
     to_float(in, room, numel, 1.0);
     return room;
   }
-  static void write(const float* in, uint16_t* out, int64_t numel) {
-    from_float(in, out, numel, 1.0);
+  static void write(const float* in, uint16_t* out, int64_t numel, double scale) {
+    from_float(in, out, numel, scale);
   }
 };
 
@@ -52,7 +55,11 @@ void add(const Number* a, const Number* b, Number* out, int64_t numel) {
 
 template <typename Format>
 void sum_tiles(
-    const std::vector<const void*>& sources, void* destination, int64_t begin, int64_t end) {
+    const std::vector<const void*>& sources,
+    void* destination,
+    int64_t begin,
+    int64_t end,
+    double scale) {
   using Stored = typename Format::Stored;
   using Accumulator = typename Format::Accumulator;
   std::array<Accumulator, kTile> total;
@@ -68,14 +75,15 @@ void sum_tiles(
       add(sum, tile(rank, room.data()), total.data(), numel);
       sum = total.data();
     }
-    Format::write(sum, static_cast<Stored*>(destination) + start, numel);
+    Format::write(sum, static_cast<Stored*>(destination) + start, numel, scale);
   }
 }
 
 template <typename Format>
-void sum_as(const std::vector<const void*>& sources, void* destination, int64_t numel) {
+void sum_as(
+    const std::vector<const void*>& sources, void* destination, int64_t numel, double scale) {
   at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    sum_tiles<Format>(sources, destination, begin, end);
+    sum_tiles<Format>(sources, destination, begin, end, scale);
   });
 }
 
@@ -85,16 +93,18 @@ void sum(
     const std::vector<const void*>& sources,
     void* destination,
     int64_t numel,
-    c10::ScalarType dtype) {
+    c10::ScalarType dtype,
+    double scale) {
   switch (dtype) {
     case c10::kFloat:
-      return sum_as<Direct<float>>(sources, destination, numel);
+      return sum_as<Direct<float>>(sources, destination, numel, scale);
     case c10::kDouble:
-      return sum_as<Direct<double>>(sources, destination, numel);
+      return sum_as<Direct<double>>(sources, destination, numel, scale);
     case c10::kHalf:
-      return sum_as<Converted<half_to_float, float_to_half>>(sources, destination, numel);
+      return sum_as<Converted<half_to_float, float_to_half>>(sources, destination, numel, scale);
     case c10::kBFloat16:
-      return sum_as<Converted<bfloat16_to_float, float_to_bfloat16>>(sources, destination, numel);
+      return sum_as<Converted<bfloat16_to_float, float_to_bfloat16>>(
+          sources, destination, numel, scale);
     default:
       TORCH_INTERNAL_ASSERT(false, "Packing does not take ", dtype);
   }

@@ -13,52 +13,56 @@
 namespace commhooks {
 namespace {
 
-class CpuCopier final : public Copier {
- public:
-  bool copies_pieces() const override {
-    return true;
+bool has_kernels([[maybe_unused]] c10::Device device) {
+#ifdef COMMHOOKS_WITH_CUDA
+  if (device.is_cuda()) {
+    return cuda::has_kernels(device);
   }
-  void copy_pieces(
-      const std::vector<Piece>& pieces,
-      c10::ScalarType from,
-      c10::ScalarType to,
-      double scale,
-      bool leaves_cache,
-      const at::Tensor& finite) const override {
-    convert(
-        pieces, from, to, scale, leaves_cache,
-        finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr);
-  }
-};
-
-class AtenCopier final : public Copier {
- public:
-  bool copies_pieces() const override {
-    return false;
-  }
-  void copy_pieces(
-      const std::vector<Piece>& pieces,
-      c10::ScalarType /*from*/,
-      c10::ScalarType /*to*/,
-      double /*scale*/,
-      bool /*leaves_cache*/,
-      const at::Tensor& /*finite*/) const override {
-    TORCH_INTERNAL_ASSERT(pieces.empty());
-  }
-};
+#endif
+  return device.is_cpu();
+}
 
 }  // namespace
 
-void Copier::copy_tensors(
+Copier::Copier(c10::Device device) : device_(device), copies_pieces_(has_kernels(device)) {}
+
+void Copier::copy_pieces(
+    const std::vector<Piece>& pieces,
+    c10::ScalarType from,
+    c10::ScalarType to,
+    double scale,
+    bool leaves_cache,
+    const at::Tensor& finite) const {
+  TORCH_INTERNAL_ASSERT(copies_pieces_ || pieces.empty());
+  if (pieces.empty()) {
+    return;
+  }
+  bool* const is_finite = finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr;
+#ifdef COMMHOOKS_WITH_CUDA
+  if (device_.is_cuda()) {
+    cuda::copy_pieces(device_, pieces, from, to, scale, is_finite);
+    return;
+  }
+#endif
+  convert(pieces, from, to, scale, leaves_cache, is_finite);
+}
+
+void copy_tensors(
     const std::vector<at::Tensor>& sources,
     const std::vector<at::Tensor>& destinations,
     double scale,
-    const at::Tensor& finite) const {
+    const at::Tensor& finite) {
   if (destinations.empty()) {
     return;
   }
-  at::_foreach_copy_(destinations, sources);
-  if (scale != 1.0) {
+  // Scaled in the wider of the two types, as pieces are.
+  const bool narrows = destinations.front().itemsize() < sources.front().itemsize();
+  if (scale == 1.0) {
+    at::_foreach_copy_(destinations, sources);
+  } else if (narrows) {
+    at::_foreach_copy_(destinations, at::_foreach_mul(sources, scale));
+  } else {
+    at::_foreach_copy_(destinations, sources);
     at::_foreach_mul_(destinations, scale);
   }
   if (finite.defined()) {
@@ -66,20 +70,6 @@ void Copier::copy_tensors(
       finite.logical_and_(all_finite(destination));
     }
   }
-}
-
-std::unique_ptr<Copier> make_copier(c10::Device device) {
-  if (device.is_cpu()) {
-    return std::make_unique<CpuCopier>();
-  }
-#ifdef COMMHOOKS_WITH_CUDA
-  if (device.is_cuda()) {
-    if (auto copier = cuda::make_copier(device)) {
-      return copier;
-    }
-  }
-#endif
-  return std::make_unique<AtenCopier>();
 }
 
 }  // namespace commhooks

@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <vector>
 
 namespace commhooks {
@@ -13,32 +12,35 @@ namespace commhooks {
 // Never waits for a device: on an accelerator, copies are enqueued on the current stream.
 class Copier {
  public:
-  virtual ~Copier() = default;
+  explicit Copier(c10::Device device);
 
-  // Whether `copy_pieces` is supported; otherwise use `copy_tensors` for everything.
-  virtual bool copies_pieces() const = 0;
+  // Whether `copy_pieces` is supported: on the CPU, and on CUDA devices for which the kernels in
+  // cuda/ were compiled. Otherwise use `copy_tensors` for everything.
+  bool copies_pieces() const {
+    return copies_pieces_;
+  }
 
   // destination = cast<to>(scale * source) for every piece, in one pass. `leaves_cache`:
   // destinations are parts of memory that is larger than the caches of a CPU. `finite`: undefined,
   // or a () bool tensor on the device that is set to false if a written number is not finite.
-  virtual void copy_pieces(
+  void copy_pieces(
       const std::vector<Piece>& pieces,
       c10::ScalarType from,
       c10::ScalarType to,
       double scale,
       bool leaves_cache,
-      const at::Tensor& finite) const = 0;
-
-  // The same for pairs of tensors of equal shapes and any strides.
-  virtual void copy_tensors(
-      const std::vector<at::Tensor>& sources,
-      const std::vector<at::Tensor>& destinations,
-      double scale,
       const at::Tensor& finite) const;
+
+ private:
+  c10::Device device_;
+  bool copies_pieces_;
 };
 
-// On the CPU pieces are copied by `convert`; on CUDA by the kernels in cuda/, if they were compiled
-// for the device; otherwise by ATen's foreach operations.
-std::unique_ptr<Copier> make_copier(c10::Device device);
+// The same for pairs of tensors of equal shapes and any strides, by ATen's foreach operations.
+void copy_tensors(
+    const std::vector<at::Tensor>& sources,
+    const std::vector<at::Tensor>& destinations,
+    double scale,
+    const at::Tensor& finite);
 
 }  // namespace commhooks

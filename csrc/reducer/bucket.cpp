@@ -65,21 +65,21 @@ Bucket::Bucket(
       grads_are_views_(grads_are_views),
       transport_(std::move(transport)),
       numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())),
-      copier_(make_copier(device())) {}
+      copier_(device()) {}
 
 at::Tensor Bucket::view(const at::Tensor& flat, size_t position) const {
   return gradient_view(
       flat, layout_->parameters[position], static_cast<int64_t>(layout_->offsets[position]));
 }
 
-at::Tensor Bucket::memory(c10::ScalarType dtype, bool in_place) const {
-  return transport_ ? transport_->allocate(numel_, dtype, in_place)
+at::Tensor Bucket::memory(c10::ScalarType dtype) const {
+  return transport_ ? transport_->allocate(numel_, dtype)
                     : at::empty({numel_}, at::TensorOptions().dtype(dtype).device(device()));
 }
 
 const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
-    flat_ = memory(dtype(), grads_are_views_);
+    flat_ = memory(dtype());
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
@@ -97,7 +97,7 @@ const at::Tensor& Bucket::packed(const PackFormat& format) {
     return flat();
   }
   if (!wire_.defined() || wire_.scalar_type() != wire_dtype) {
-    wire_ = memory(wire_dtype, false);
+    wire_ = memory(wire_dtype);
   }
   return wire_;
 }
@@ -120,7 +120,7 @@ bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
 }
 
 bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
-  return copier_->copies_pieces() && !grad.is_neg() &&
+  return copier_.copies_pieces() && !grad.is_neg() &&
       same_memory_order(grad, layout_->strides[position]);
 }
 
@@ -163,7 +163,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
   const at::Tensor target = packed(format);
   const at::Tensor original = store_->get(parameters_[i]);
   if (!original.defined()) {
-    if (copier_->copies_pieces()) {
+    if (copier_.copies_pieces()) {
       const auto length = static_cast<int64_t>(layout_->lengths[i]);
       pieces_.push_back({nullptr, at_offset(target, layout_->offsets[i]), length});
     } else {
@@ -200,9 +200,9 @@ void Bucket::flush(const PackFormat& format) {
   if (format.checks_finite && !finite_.defined()) {
     finite_ = at::ones({}, at::TensorOptions().dtype(c10::kBool).device(device()));
   }
-  copier_->copy_pieces(
+  copier_.copy_pieces(
       pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, leaves_cache(), finite_);
-  copier_->copy_tensors(sources_, destinations_, format.scale, finite_);
+  copy_tensors(sources_, destinations_, format.scale, finite_);
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
@@ -223,8 +223,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   }
   if (store_->is_nowhere()) {
     // Gradients may be views of the bucket's own memory.
-    const auto wire_dtype = format.dtype.value_or(dtype());
-    return memory(wire_dtype, grads_are_views_ && wire_dtype == dtype()).zero_();
+    return memory(format.dtype.value_or(dtype())).zero_();
   }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {
@@ -305,8 +304,8 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
     }
     torch::autograd::impl::bump_version(original);
   }
-  copier_->copy_pieces(pieces, source.scalar_type(), dtype(), 1.0, leaves_cache(), {});
-  copier_->copy_tensors(sources, destinations, 1.0, {});
+  copier_.copy_pieces(pieces, source.scalar_type(), dtype(), 1.0, leaves_cache(), {});
+  copy_tensors(sources, destinations, 1.0, {});
 }
 
 void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {

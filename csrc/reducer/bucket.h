@@ -145,8 +145,8 @@ class Bucket {
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
   at::Tensor pack_sparse(const PackFormat& format) const;
-  // Returns uninitialized memory for all elements. `in_place`: averages are to be written there.
-  at::Tensor memory(c10::ScalarType dtype, bool in_place) const;
+  // Returns uninitialized memory for all elements.
+  at::Tensor memory(c10::ScalarType dtype) const;
   at::Tensor no_rows(const at::Tensor& parameter) const;
   at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
@@ -164,7 +164,7 @@ class Bucket {
   bool grads_are_views_;
   TransportPtr transport_;
   int64_t numel_;
-  std::unique_ptr<Copier> copier_;
+  Copier copier_;
   std::shared_ptr<const GradientStore> store_ = local_gradients();
   at::Tensor flat_;                // in the dtype of the gradients; allocated when first needed
   std::vector<at::Tensor> views_;  // of flat_, one per `.grad`

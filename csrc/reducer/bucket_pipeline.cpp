@@ -499,7 +499,6 @@ void BucketPipeline::drain() {
     state_.finish();
   }
   clear_step();
-  with_peers(default_group(), [] { return "the end of a step"; }, [&] { groups_.end_step(); });
 }
 
 void BucketPipeline::drain_buckets() {

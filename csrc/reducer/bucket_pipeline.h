@@ -140,7 +140,7 @@ class BucketPipeline {
   // Null if there is none.
   TransportPtr transport() const {
     const Lock lock = this->lock();
-    return groups_.of_users().transport;
+    return groups_.of_users().transport();
   }
 
   // Number of synchronized backward passes so far, which is `GradBucket::step` of the next one. Set

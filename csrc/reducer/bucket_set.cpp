@@ -113,7 +113,7 @@ BucketSet make_buckets(
     const size_t group = groups.index_of(options.keys[first], is_sparse);
     auto bucket = std::make_unique<Bucket>(
         std::move(members), std::move(names), plan[b], options.gradient_as_bucket_view,
-        groups[group].transport);
+        groups[group].memory);
     bucket->index = b;
     bucket->is_sparse = is_sparse;
     bucket->group = group;

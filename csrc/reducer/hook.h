@@ -96,9 +96,6 @@ class Hook {
       const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/,
       std::shared_ptr<Transport> /*transport*/) {}
 
-  // Called when all averages of a step have been written back. May wait for other ranks.
-  virtual void end_step() {}
-
   // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
   // step will be launched.
   virtual void abandon() {}

@@ -52,12 +52,6 @@ void AverageHook::use_transport(
   transport_ = process_group == process_group_ ? std::move(transport) : nullptr;
 }
 
-void AverageHook::end_step() {
-  if (transport_) {
-    transport_->end_step(timeout());
-  }
-}
-
 // Read each time: users may change it.
 std::chrono::milliseconds AverageHook::timeout() const {
   return process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;

@@ -28,7 +28,6 @@ class AverageHook final : public Hook {
   void use_transport(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::shared_ptr<Transport> transport) override;
-  void end_step() override;
 
  private:
   std::chrono::milliseconds timeout() const;

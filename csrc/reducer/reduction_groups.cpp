@@ -7,20 +7,20 @@
 namespace commhooks {
 
 ReductionGroup::ReductionGroup(
-    std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr transport)
+    std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr memory)
     : hook(std::move(hook)),
       process_group(process_group),
-      transport(std::move(transport)),
+      memory(std::move(memory)),
       format(this->hook->format()),
       passes_through(this->hook->passes_through()),
       ranks(process_group->getSize()) {
-  this->hook->use_transport(process_group, this->transport);
+  this->hook->use_transport(process_group, transport());
 }
 
 ReductionGroups::ReductionGroups(
     const GroupPtr& process_group,
     const std::map<int64_t, GroupPtr>& key_groups,
-    TransportPtr transport)
+    TransportPtr memory)
     : process_groups_{process_group}, rank_(process_group->getRank()) {
   for (const auto& [key, group] : key_groups) {
     const auto known = std::find(process_groups_.begin(), process_groups_.end(), group);
@@ -32,7 +32,7 @@ ReductionGroups::ReductionGroups(
   for (const auto& group : process_groups_) {
     groups_.emplace_back(
         std::make_shared<AverageHook>(group, std::nullopt), group,
-        group == process_group ? std::move(transport) : nullptr);
+        group == process_group ? std::move(memory) : nullptr);
     groups_.emplace_back(
         std::make_shared<AverageHook>(group, std::nullopt, "sparse average"), group);
   }
@@ -47,12 +47,6 @@ void ReductionGroups::begin_step() {
   for (ReductionGroup& group : groups_) {
     group.buckets = 0;
     group.launched = 0;
-  }
-}
-
-void ReductionGroups::end_step() const {
-  for (const ReductionGroup& group : groups_) {
-    group.hook->end_step();
   }
 }
 

@@ -19,11 +19,16 @@ namespace commhooks {
 // 0. Buckets are launched in their order, whatever their groups.
 struct ReductionGroup {
   ReductionGroup(
-      std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr transport = nullptr);
+      std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr memory = nullptr);
+
+  // The way that a hook in C++ may average; null if there is none.
+  TransportPtr transport() const {
+    return memory && memory->size() == ranks ? memory : nullptr;
+  }
 
   std::shared_ptr<Hook> hook;
   GroupPtr process_group;
-  TransportPtr transport;  // of dense gradients; null if there is none
+  TransportPtr memory;  // that the buckets of dense gradients are in; may be null
   // What the hook and the process group, which may be written in Python, have answered.
   PackFormat format;
   bool passes_through;
@@ -37,12 +42,12 @@ struct ReductionGroup {
 class ReductionGroups {
  public:
   // `key_groups`: the process groups of keys whose parameters are averaged over other ranks.
-  // `transport`: between the ranks of `process_group`; may be null. Every group starts with the
-  // hook that averages.
+  // `memory`: between ranks of `process_group`; may be null. Every group starts with the hook that
+  // averages.
   ReductionGroups(
       const GroupPtr& process_group,
       const std::map<int64_t, GroupPtr>& key_groups,
-      TransportPtr transport);
+      TransportPtr memory);
 
   // Returns the index of the reduction group for parameters with this key.
   size_t index_of(int64_t key, bool is_sparse) const {
@@ -77,8 +82,6 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `end_step` of all hooks.
-  void end_step() const;
   // Calls `abandon` of all hooks.
   void abandon() const;
 

@@ -5,7 +5,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
@@ -305,32 +304,10 @@ at::Tensor largest_of_chunks(
   return found;
 }
 
-void check(const at::Tensor& gradient, const std::optional<at::Tensor>& error) {
-  TORCH_CHECK(
-      gradient.device().is_cpu() &&
-          (gradient.scalar_type() == at::kFloat || gradient.scalar_type() == at::kDouble),
-      "Expected gradients in float32 or float64 on the CPU, found ", gradient.scalar_type(), " on ",
-      gradient.device(), ".");
-  TORCH_CHECK(
-      gradient.dim() == 1 && gradient.is_contiguous(),
-      "Expected flat, contiguous gradients, found shape ", gradient.sizes(), " with strides ",
-      gradient.strides(), ".");
-  TORCH_CHECK(
-      gradient.numel() <= std::numeric_limits<int32_t>::max(),
-      "Expected fewer than 2^31 gradient elements in a bucket, found ", gradient.numel(), ".");
-  TORCH_CHECK(
-      !error ||
-          (error->device().is_cpu() && error->scalar_type() == gradient.scalar_type() &&
-           error->sizes() == gradient.sizes() && error->is_contiguous()),
-      "Expected errors with the shape and dtype of the gradients, ", gradient.sizes(), " in ",
-      gradient.scalar_type(), ", found ", error ? error->sizes() : at::IntArrayRef(), ".");
-}
-
 // Calls `body(gradient, error)` with typed pointers; `error` is null if there are no errors.
 template <typename Body>
 at::Tensor dispatch(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, const Body& body) {
-  check(gradient, error);
   if (gradient.scalar_type() == at::kFloat) {
     return body(gradient.data_ptr<float>(), error ? error->const_data_ptr<float>() : nullptr);
   }
@@ -341,20 +318,13 @@ at::Tensor dispatch(
 
 at::Tensor select_largest(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t count) {
-  const int64_t numel = gradient.numel();
-  TORCH_CHECK(
-      0 <= count && count <= numel, "Expected to select 0 to ", numel, " elements, found ", count,
-      ".");
   return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
-    return largest(sums, errors, numel, count);
+    return largest(sums, errors, gradient.numel(), count);
   });
 }
 
 at::Tensor select_largest_of_chunks(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t chunk, int64_t count) {
-  TORCH_CHECK(
-      1 <= count && count <= chunk, "Expected to select 1 to ", chunk,
-      " elements of each chunk, found ", count, ".");
   return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
     return largest_of_chunks(sums, errors, gradient.numel(), chunk, count);
   });
@@ -362,7 +332,6 @@ at::Tensor select_largest_of_chunks(
 
 at::Tensor select_above(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, double threshold) {
-  TORCH_CHECK(threshold > 0, "Expected a threshold above 0, found ", threshold, ".");
   return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
     const auto bound = std::max<Key<T>>(magnitude_bits(static_cast<T>(threshold)), 1);
     return Marks(sums, errors, gradient.numel(), bound).indices();

@@ -8,7 +8,8 @@
 namespace commhooks {
 
 // All functions first add `error` to `gradient`, if there is one. `gradient` and `error` are flat,
-// contiguous, float32 or float64, on the CPU. Returns ascending int32 indices. Infinities and NaN
+// contiguous, float32 or float64, on the CPU, of fewer than 2^31 elements;
+// algorithms/sparse/selection.py checks that. Returns ascending int32 indices. Infinities and NaN
 // count as larger than all numbers. Results do not depend on the number of threads.
 
 // Selects exactly `count` elements with the largest magnitudes; among equal ones, the first.

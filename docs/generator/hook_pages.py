@@ -26,6 +26,7 @@ from bench.fidelity.runs import (  # noqa: E402
     spread,
 )
 from bench.fidelity.tasks import TASKS  # noqa: E402
+from bench.tables import markdown  # noqa: E402
 from commhooks import algorithms  # noqa: E402
 
 PAGES = ROOT / "docs" / "hooks"
@@ -100,7 +101,7 @@ def facts(name: str) -> str:
     }
     if info.needs:
         rows["needs"] = ", ".join(info.needs)
-    lines = [info.summary, "", summary.table(list(rows), [list(rows.values())])]
+    lines = [info.summary, "", markdown(list(rows), [list(rows.values())])]
     if losing := tasks_beyond(name):
         tasks = ", ".join(losing)
         lines += ["", "> [!WARNING]"]
@@ -124,7 +125,7 @@ def options(name: str) -> str:
         limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
         kind = option.type.replace("|", "or") + (f" ({limits})" if limits else "")
         rows.append([f"`{option.name}`", kind, default, _inline(option.text)])
-    return summary.table(["option", "type", "default", "meaning"], rows)
+    return markdown(["option", "type", "default", "meaning"], rows)
 
 
 def _inline(text: str) -> str:
@@ -151,7 +152,7 @@ def fidelity(name: str) -> str:
         f"{trained}, warm-ups included "
         "([how this was measured](index.md#how-fidelity-was-measured)):"
     )
-    return "\n".join([text, "", summary.table(["", *by_task], rows)])
+    return "\n".join([text, "", markdown(["", *by_task], rows)])
 
 
 def source(name: str) -> str:
@@ -185,7 +186,7 @@ def overview(_: str) -> str:
                 for task in TASKS
             ]
             rows.append([f"[`{name}`]({name}.md)", info.wire, *losses, _byte_shares(by_task)])
-        parts += [summary.table(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
+        parts += [markdown(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -230,7 +231,7 @@ def _figures() -> dict[str, str]:
 
 @functools.cache
 def _record() -> Record:
-    return Record.load(max((ROOT / "bench" / "results").glob("*-fidelity.json")))
+    return Record.newest(ROOT / "bench" / "results")
 
 
 def _percent(change: float, *, bold: float | None = None) -> str:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks.algorithms import AllReduce
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from reducer.native import NativeHook
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
@@ -51,7 +51,7 @@ def average(rank: int, size: int) -> Tensor:
 class Scaled(commhooks.CommHook):
     """The average times a factor, and a count of steps per parameter."""
 
-    factor: Annotated[float, Ge(0)] = 1.0
+    factor: Annotated[float, Limits(ge=0)] = 1.0
     seed: int = 0
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:

@@ -68,9 +68,13 @@ HOOKS: dict[str, Any] = {
 def traced(
     rank: int, size: int, folder: str, torch_ddp: bool, hook: str, pause: float = 0.0
 ) -> Event:
-    wrap = TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
     net = nn.Sequential(*(SlowLinear() for _ in range(3)))
-    model = wrap(net, bucket_cap_mb=0.0001)
+    model = (
+        TorchDistributedDataParallel(net, bucket_cap_mb=0.0001)
+        if torch_ddp
+        # Host memory has no thread, which would note the end of an average within backward.
+        else commhooks.DistributedDataParallel(net, bucket_cap_mb=0.0001, host_memory=False)
+    )
     handle = commhooks.register(model, HOOKS[hook])
     inputs = torch.ones(4, 8) * (rank + 1)
     for _ in range(2):  # buckets are rebuilt before the second

@@ -1,6 +1,7 @@
 """Half precision in Python: inside other hooks, and on torch's wrapper."""
 
 import math
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -48,3 +49,20 @@ def test_memory_of_another_shape_is_not_sent() -> None:
         memory = hook._memory(bucket)
         assert memory.shape == (math.prod(shape),)
     assert hook._memory(bucket) is memory
+
+
+def scale_before_the_cast(rank: int, size: int) -> None:
+    net = torch.nn.Linear(5, 3, bias=False)
+    model = commhooks.DistributedDataParallel(net, hook="fp16", gradient_as_bucket_view=False)
+    # A gradient whose memory has another order than its parameter's is not copied by our kernels.
+    net.weight.grad = torch.zeros(5, 3).T
+    largest = 1.2e5 if rank == 0 else 0.0  # more than float16 can hold, also if it is rounded
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about the memory order
+        (model(torch.ones(1, 5)) * largest).sum().backward()
+    assert net.weight.grad.stride() == (1, 3)
+    torch.testing.assert_close(net.weight.grad, torch.full((3, 5), 6e4), rtol=1e-3, atol=0)
+
+
+def test_gradients_are_divided_before_they_are_cast_in_any_memory_order(run_ranks: Any) -> None:
+    run_ranks(scale_before_the_cast, 2)

@@ -491,19 +491,21 @@ def test_lengths(codec, expected):
 def test_errors_name_the_mistake():
     codec = BlockCodec(formats.integers(8), 32)
     room = torch.empty(1, 8, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=r"float32 or float64, found (Half|torch.float16)"):
+    with pytest.raises(RuntimeError, match=r"float32 or float64, found .* torch.float16"):
         codec.encode(torch.ones(3, dtype=torch.float16), room, 3)
-    with pytest.raises(RuntimeError, match=r"flat and contiguous, found shape \[2, 2\]"):
+    with pytest.raises(
+        RuntimeError, match=r"flat and contiguous, in float32 or float64, found shape \(2, 2\)"
+    ):
         codec.encode(torch.ones(2, 2), room, 4)
-    with pytest.raises(RuntimeError, match=r"rows of 108 bytes, for 96 elements each, found shape"):
+    with pytest.raises(RuntimeError, match=r"contiguous rows of 108 bytes for 96 of"):
         codec.encode(torch.ones(96), room, 96)
-    with pytest.raises(RuntimeError, match=r"at most 1 parts of 3 elements, found 4"):
+    with pytest.raises(RuntimeError, match=r"rows of 8 bytes for 3 of the 4 values each"):
         codec.encode(torch.ones(4), room, 3)
-    with pytest.raises(RuntimeError, match=r"error to have the 3 elements"):
+    with pytest.raises(RuntimeError, match=r"errors like the numbers, \(3,\)"):
         codec.encode(torch.ones(3), room, 3, error=torch.ones(4))
-    with pytest.raises(RuntimeError, match=r"messages as contiguous rows"):
+    with pytest.raises(RuntimeError, match=r"messages of uint8 on cpu, in contiguous rows of 8"):
         codec.average(room[0], torch.ones(3), 3)
-    with pytest.raises(RuntimeError, match=r"one part of at most 2 elements, found 2 messages"):
+    with pytest.raises(RuntimeError, match=r"one part of at most 2 values, found 2 messages"):
         codec.average(torch.empty(2, 8, dtype=torch.uint8), torch.ones(4), 2)
     with pytest.raises(RuntimeError, match=r"multiple of 32 up to 4096, found 33"):
         BlockCodec(formats.integers(8), 33)

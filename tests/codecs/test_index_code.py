@@ -76,7 +76,7 @@ def test_damaged_messages_are_refused():
         code.unpack(packed)
     with pytest.raises(RuntimeError, match="3 ascending indices"):
         code.unpack(torch.full_like(packed, 0xFF))
-    with pytest.raises(RuntimeError, match=f"Expected {code.nbytes} bytes for 3"):
+    with pytest.raises(RuntimeError, match=f"expected {code.nbytes} bytes for 3"):
         code.unpack(packed[1:])
-    with pytest.raises(RuntimeError, match="Expected indices that"):
+    with pytest.raises(RuntimeError, match="Expected indices below "):
         code.pack(torch.tensor([0, 1, 10**6], dtype=torch.int32), out=packed)

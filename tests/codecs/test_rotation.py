@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import native
-from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.block import BlockCodec, rotate
 from commhooks.codecs.formats import integers
 
 
@@ -47,10 +46,10 @@ def test_numbers_are_multiplied_by_the_matrix(
     expected = by_matrices(numbers.double() + added, part_length)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     found = numbers.clone()
-    native.rotate(found, added, part_length, inverse=False)
+    rotate(found, part_length, added=added)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     assert found.norm().item() == pytest.approx((numbers + added).norm().item(), rel=1e-5)
-    native.rotate(found, None, part_length, inverse=True)
+    rotate(found, part_length, inverse=True)
     torch.testing.assert_close(found, numbers + added, rtol=0, atol=tolerance)
 
 
@@ -65,8 +64,8 @@ def test_numbers_are_multiplied_by_the_matrix(
     ],
 )
 def test_tensors_that_do_not_fit(values: Tensor, added: Tensor | None, part_length: int) -> None:
-    with pytest.raises(RuntimeError, match=r"Expected (flat|parts)"):
-        native.rotate(values, added, part_length, inverse=False)
+    with pytest.raises(RuntimeError, match=r"expected (numbers|errors|parts)"):
+        rotate(values, part_length, added=added)
 
 
 def sent(codec: BlockCodec, numbers: Tensor) -> tuple[Tensor, Tensor]:

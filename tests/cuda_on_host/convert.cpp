@@ -3,13 +3,11 @@
 #define __grid_constant__
 
 #include "packing/cuda/convert.cu"
-#include "packing/cuda/convert_strided.cu"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using commhooks::Piece;
 using commhooks::cuda::Element;
-using commhooks::cuda::StridedPiece;
 
 EXPORT int convert(
     const Piece* pieces,
@@ -22,21 +20,6 @@ EXPORT int convert(
   commhooks::cuda::launches = 0;
   emulation::machine.is_backward = is_backward != 0;
   const char* error = commhooks::cuda::convert(
-      pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, finite, nullptr);
-  return error == nullptr ? commhooks::cuda::launches : -1;
-}
-
-EXPORT int convert_strided(
-    const StridedPiece* pieces,
-    size_t count,
-    int from,
-    int to,
-    double scale,
-    bool* finite,
-    int is_backward) {
-  commhooks::cuda::launches = 0;
-  emulation::machine.is_backward = is_backward != 0;
-  const char* error = commhooks::cuda::convert_strided(
       pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, finite, nullptr);
   return error == nullptr ? commhooks::cuda::launches : -1;
 }

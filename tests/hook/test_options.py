@@ -1,14 +1,20 @@
 """Options of hooks: strict types, ranges, dtypes by name, and errors that say what to do."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.hook.options import Ge, Le
+from commhooks.hook.options import Limits
+
+
+class Le(NamedTuple):
+    """A limit as the package annotated_types writes it."""
+
+    le: float
 
 
 @commhooks.register_hook("test_options")
@@ -16,13 +22,13 @@ from commhooks.hook.options import Ge, Le
 class Optional(commhooks.CommHook):
     """A hook with options of all kinds."""
 
-    bits: Annotated[int, Ge(1), Le(8)]
+    bits: Annotated[int, Limits(ge=1), Le(8)]
     scale: float = 1.0
     dtype: torch.dtype = torch.float16
     other: torch.dtype | None = None
     mode: Literal["left", "right"] = "left"
     warm: bool = True
-    cuts: list[tuple[Annotated[int, Ge(0)], float | None]] = field(default_factory=list)
+    cuts: list[tuple[Annotated[int, Limits(ge=0)], float | None]] = field(default_factory=list)
     names: dict[str, tuple[int, ...]] = field(default_factory=dict)
     anything: Any = None
 

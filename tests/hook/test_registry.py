@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.hook import registry
-from commhooks.hook.options import Ge, Le
+from commhooks.hook.options import Limits
 
 NAMES = [
     "allreduce",
@@ -48,7 +48,7 @@ def define(name: str, *, override: bool = False) -> type[commhooks.CommHook]:
         And more text.
         """
 
-        density: Annotated[float, Ge(0.0), Le(1.0)]
+        density: Annotated[float, Limits(ge=0.0, le=1.0)]
         seed: int = 7
 
         paper = "https://example.org/sparse"

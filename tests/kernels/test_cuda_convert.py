@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TORCH_HEADERS = Path(torch.__file__).parent / "include"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TILE = 4096
-SMALL_TABLE, LARGE_TABLE, STRIDED_TABLE = 168, 1360, 21
+SMALL_TABLE, LARGE_TABLE = 168, 1360
 
 
 class Piece(ctypes.Structure):
@@ -24,18 +24,6 @@ class Piece(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("destination", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
-    ]
-
-
-class StridedPiece(ctypes.Structure):
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("destination", ctypes.c_void_p),
-        ("numel", ctypes.c_uint32),
-        ("dims", ctypes.c_int),
-        ("sizes", ctypes.c_uint32 * 8),
-        ("source_strides", ctypes.c_int64 * 8),
-        ("destination_strides", ctypes.c_int64 * 8),
     ]
 
 
@@ -68,7 +56,7 @@ def library() -> ctypes.CDLL:
 
 
 def run(
-    pieces: list[Piece] | list[StridedPiece],
+    pieces: list[Piece],
     source: torch.dtype,
     destination: torch.dtype,
     scale: float,
@@ -77,11 +65,9 @@ def run(
     is_backward: bool = False,
 ) -> int:
     """How many kernels were launched. ``finite``: one bool, the kernels' flag."""
-    is_strided = isinstance(pieces[0], StridedPiece)
-    function = library().convert_strided if is_strided else library().convert
-    array = (type(pieces[0]) * len(pieces))(*pieces)
+    array = (Piece * len(pieces))(*pieces)
     return int(
-        function(
+        library().convert(
             array,
             ctypes.c_size_t(len(pieces)),
             DTYPES.index(source),
@@ -273,67 +259,6 @@ def test_mixes_of_all_kinds(seed: int) -> None:
         pieces[i].source = None
     run(pieces, source, destination, 0.1, is_backward=bool(seed % 2))
     bucket.check(0.1, missing)
-
-
-def strided_piece(source: Tensor, destination: Tensor) -> StridedPiece:
-    piece = StridedPiece(source.data_ptr(), destination.data_ptr(), destination.numel())
-    for dim in sorted(range(destination.dim()), key=destination.stride, reverse=True):
-        if destination.shape[dim] != 1:
-            piece.sizes[piece.dims] = destination.shape[dim]
-            piece.source_strides[piece.dims] = source.stride(dim)
-            piece.destination_strides[piece.dims] = destination.stride(dim)
-            piece.dims += 1
-    return piece
-
-
-def pairs_of_other_strides(source: torch.dtype, to: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """(source, destination): transposed, channels last, expanded, with gaps, of 8 dimensions."""
-    base = drawn(40_000, source, 1)
-    image = (6, 5, 7, 3)
-    return [
-        (base[: 90 * 70].view(90, 70).T, torch.empty(70, 90, dtype=to)),
-        (
-            base[:630].view(image),
-            torch.empty(image, dtype=to).contiguous(memory_format=torch.channels_last),
-        ),
-        (base[:4].view(4, 1).expand(4, 300), torch.empty(4, 300, dtype=to)),
-        (base[::3][:5000].view(50, 100), torch.empty(100, 50, dtype=to).T),
-        (base[:1].view(1, 1), torch.empty(1, 1, dtype=to)),
-        (
-            base[:256].view(*8 * [2]).permute(7, 5, 3, 1, 6, 4, 2, 0),
-            torch.empty(*8 * [2], dtype=to),
-        ),
-    ]
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("is_backward", [False, True])
-@pytest.mark.parametrize("destination", DTYPES, ids=str)
-@pytest.mark.parametrize("source", DTYPES, ids=str)
-def test_strides(source: torch.dtype, destination: torch.dtype, is_backward: bool) -> None:
-    pairs = pairs_of_other_strides(source, destination)
-    pieces = [strided_piece(*pair) for pair in pairs]
-    assert run(pieces, source, destination, -1.5, is_backward=is_backward) == 1
-    for given, got in pairs:
-        assert torch.equal(got, expected(given, destination, -1.5))
-
-
-def test_whether_all_strided_is_finite() -> None:
-    for i in range(6):
-        given, got = pairs_of_other_strides(torch.float32, torch.float16)[i]
-        flag = torch.ones((), dtype=torch.bool)
-        run([strided_piece(given, got)], torch.float32, torch.float16, 1.0, finite=flag)
-        assert flag
-        given.select(0, -1).select(0, -1).fill_(1e5)
-        run([strided_piece(given, got)], torch.float32, torch.float16, 1.0, finite=flag)
-        assert not flag
-
-
-def test_more_strided_pieces_than_a_table() -> None:
-    source = drawn(64, torch.float32, 0).view(8, 8).T
-    found = [torch.empty(8, 8) for _ in range(2 * STRIDED_TABLE + 1)]
-    assert run([strided_piece(source, one) for one in found], *2 * [torch.float32], 1.0) == 3
-    assert all(torch.equal(one, source) for one in found)
 
 
 def test_a_device_without_an_image_is_found_before_a_launch_fails():

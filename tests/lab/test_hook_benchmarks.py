@@ -91,8 +91,8 @@ def test_over_a_link(hook_benchmark):
     hook_benchmark("bf16", link="100mbit", **PLACE)
 
 
-def test_on_one_node(hook_benchmark):
-    hook_benchmark("bf16", link="1mbit", hosts_per_node=2, **PLACE)
+def test_on_one_host(hook_benchmark):
+    hook_benchmark("bf16", link="1mbit", ranks_per_host=2, **PLACE)
 """
 
 
@@ -184,9 +184,9 @@ def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
     over_link = found["test_over_a_link"]
     assert over_link["group"] != found["test_torch"]["group"]
     assert over_link["extra_info"]["floor_seconds"] > 0
-    on_one_node = found["test_on_one_node"]
-    assert "2 ranks, 2 on each node, 1 Mbit/s" in on_one_node["group"]
-    assert on_one_node["stats"]["min"] < on_one_node["extra_info"]["floor_seconds"]
+    on_one_host = found["test_on_one_host"]
+    assert "2 ranks, 2 on each host, 1 Mbit/s" in on_one_host["group"]
+    assert on_one_host["stats"]["min"] < on_one_host["extra_info"]["floor_seconds"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_it_imports(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_trials_of_torchs_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_hooks, "TRIALS", 1)
-    buckets = torch_hooks.BUCKETS["several"]
-    assert torch_hooks.outcomes("fp16_compress_hook", buckets) == {"completed": 1}
+    hook = torch_hooks.in_buckets(torch_hooks.THEIRS["fp16_compress_hook"], 4)
+    assert torch_hooks.outcomes(hook) == {"completed": 1}
     text = "Got the following error when running the callback: IndexError: not an index. Use x\ny"
     assert torch_hooks.first_sentence(RuntimeError(text)) == "IndexError: not an index"

@@ -1,6 +1,7 @@
 """The fidelity of each hook that the package shows agrees with the stored runs."""
 
 import email
+import functools
 import json
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.fidelity import tasks, training
+from bench.fidelity import training
 from bench.fidelity.runs import PACKAGED, Record, Run, figures, row_of, rows
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_on
@@ -73,15 +74,15 @@ def test_runs_from_before_an_option_existed_count(tmp_path: Path) -> None:
 
 
 def test_runs_with_other_options_are_kept_beside_each_other() -> None:
-    plain = run_of(REFERENCE, "clusters", 0, 1.0)
+    plain = run_of(REFERENCE, "digits", 0, 1.0)
     losses = {32: 1.1, 64: 1.2}
-    tried = [run_of("int8", "clusters", 0, losses[size], block_size=size) for size in losses]
+    tried = [run_of("int8", "digits", 0, losses[size], block_size=size) for size in losses]
     record = record_of(plain, *tried)
     for size, loss in losses.items():
-        row = row_of(record, "clusters", TrainedHook("int8", {"block_size": size}))
+        row = row_of(record, "digits", TrainedHook("int8", {"block_size": size}))
         assert row is not None
         assert row.change == pytest.approx(loss - 1)
-    assert row_of(record, "clusters", TrainedHook("int8")) is None
+    assert row_of(record, "digits", TrainedHook("int8")) is None
 
 
 def test_tasks_on_which_a_hook_was_not_run_have_no_figures() -> None:
@@ -114,10 +115,8 @@ def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
 
 
 def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "_corpus", lambda: None)
-        task = TASKS["gpt"]()
-    model = task.model()
+    task = TASKS["gpt"]
+    model = task.make_data(corpus=None).model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_032_576
     for recipe in task.recipes.values():
         groups = [g for o in recipe.optimizers(model) for g in o.param_groups]
@@ -127,12 +126,12 @@ def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
 
 def train_briefly(rank: int, size: int) -> list[TrainingResult]:
     """Train a smaller GPT for four steps, in which the variant averages once."""
-    task = tasks.LargerGPT
+    shape = GPTConfig(layers=1, width=64, heads=2, block_size=8)
     corpus = load_corpus(Path(email.__file__).parent)
+    task = TASKS["gpt"]
+    small = functools.partial(task.make_data, shape=shape, corpus=corpus)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "steps", 4)
-        patch.setattr(task, "_SHAPE", GPTConfig(layers=1, width=64, heads=2, block_size=8))
-        patch.setattr(tasks, "_corpus", lambda: corpus)
+        patch.setitem(ALL_TASKS, "gpt", replace(task, steps=4, make_data=small))
         delayed = TrainedHook("diloco", {"period": 2, "delay": 2, "inner": "int2"}, "Muon")
         return [train(rank, size, "gpt", hook, 0) for hook in (TrainedHook(REFERENCE), delayed)]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench.gpu import check, machine
+from bench.gpu.page import sections
 from bench.gpu.stages import Stage, StageResult, run_stage
 
 HANGS = """
@@ -137,40 +138,31 @@ def test_what_a_stage_needs_and_the_machine_lacks_is_left_out(clock: Clock, tmp_
     assert tests.status == "passed"
 
 
-@pytest.mark.parametrize("part", [None, 1, 2])
-def test_a_call_ends_in_time(part: int | None) -> None:
-    """Nine minutes for all, five for a part; the time-outs of children add little."""
-    assert check.SECONDS[part] <= (525 if part is None else 290)
-    assert check.stages(part)[0].name == "build"
+def test_the_check_ends_in_time_and_builds_first() -> None:
+    """Nine minutes for all; the time-outs of children add little."""
+    assert check.SECONDS <= 525
+    assert check.stages()[0].name == "build"
 
 
-def test_the_parts_are_the_whole() -> None:
-    whole, first, second = ([s.name for s in check.stages(part)] for part in (None, 1, 2))
-    assert whole == first + second[1:]
-
-
-def test_files_of_a_run_and_its_continuation(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_run(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device (80 GB)")
     monkeypatch.setattr(check, "count_workers", lambda: 8)
     monkeypatch.setattr(check, "describe", lambda root: MACHINE)
     monkeypatch.setattr(check, "missing", lambda requirements: [])
     clock.bad = ("bench steps",)
-    assert check.main(["--output", str(tmp_path), "--part", "1"]) == 1
+    assert check.main(["--output", str(tmp_path)]) == 1
     (path,) = tmp_path.glob("*-a-device-80-gb.json")
     assert path.with_name(f"{path.stem}-bench-steps.log").read_text() == "log of bench steps"
     assert len(list(tmp_path.glob("*.log"))) == 1
-    clock.bad = ()
-    assert check.main(["--output", str(tmp_path), "--part", "2"]) == 0
     names = [stage["name"] for stage in json.loads(path.read_text())["stages"]]
-    assert names == [s.name for s in (*check.stages(1), *check.stages(2))]
-    page = path.with_suffix(".md").read_text()
-    assert "A device, Python 3.12, torch 2.11.0." in page
-    assert "| bench steps" in page
-    assert check.main(["--output", str(tmp_path), "--part", "1"]) == 0  # begins anew
-    assert len(json.loads(path.read_text())["stages"]) == len(check.stages(1))
+    assert names == [stage.name for stage in check.stages()]
+    clock.bad = ()
+    assert check.main(["--output", str(tmp_path)]) == 0
+    assert len(json.loads(path.read_text())["stages"]) == len(names)  # begins anew
+    text = "\n".join(sections(json.loads(path.read_text())))
+    assert text.startswith("A device, Python 3.12, torch 2.11.0.")
+    assert "| bench steps" in text
 
 
 MACHINE = {

@@ -10,21 +10,20 @@ import pytest
 pytest.importorskip("matplotlib")  # extra `results`
 from bench import figures, plots, summary, tables
 from bench import results_page as page
+from bench.files import newest
 from bench.gpu import machine
 from bench.gpu import page as gpu_page
-from bench.slow_link import courses_of
 from commhooks.cli.plots import color_of
 
 
 def test_the_page_is_up_to_date() -> None:
     """If not: ``make results``. Marks hide no text."""
-    made = page.make_pages()
-    for path, text in made.texts.items():
+    for path, text in page.make_pages().items():
         assert (page.ROOT / path).read_text() == text, path
         # What follows a comment at the start of a line is no Markdown.
         assert not re.search(r"^[-\s]*<!--=.*-->.", text, re.M), path
     stored = {path.name for path in (page.DOCS / "results").glob("*.svg")}
-    assert stored == set(made.plots)
+    assert stored == set(summary.plots(page.RESULTS))
 
 
 def test_marks_are_filled_in() -> None:
@@ -55,6 +54,20 @@ def test_a_comparison(tmp_path: Path) -> None:
     made = page.make_tables(tmp_path)
     assert "## Gpt2 small (2026-01-01)\n\ngpt2-small, 2 ranks.\n\n- a note\n" in made
     assert re.search(r"\| bf16 +\| 500 ms +\| 0.6 ", made)
+
+
+def test_steps_over_links_are_those_of_comparisons_of_the_newest_date(tmp_path: Path) -> None:
+    row = {"hook": "bf16", "bits_per_second": 1e9, "measured": True}
+    row |= {"step_seconds": 0.5, "predicted_seconds": 0.4}
+    others = [row | {"measured": False}, row | {"predicted_seconds": None}, row | {"hook": "torch"}]
+    for size in (2, 4):
+        document = {"model": "a", "world_size": size, "rows": [row, *others]}
+        path = tmp_path / f"2026-01-02-a-machine-links-{size}-ranks.json"
+        path.write_text(json.dumps(document))
+    (tmp_path / "2026-01-01-a-machine-links.json").write_text(json.dumps({"cells": [{}]}))
+    found = summary.cells(tmp_path)
+    assert sorted(cell["ranks"] for cell in found) == [2, 4]
+    assert {(cell["measured_seconds"], cell["predicted_seconds"]) for cell in found} == {(0.5, 0.4)}
 
 
 def test_training_over_a_slow_link(tmp_path: Path) -> None:
@@ -110,14 +123,11 @@ def names_in(plot: str) -> set[str]:
 
 
 def test_each_plot_names_what_it_shows() -> None:
-    def newest(pattern: str) -> Any:
-        return json.loads(max(page.RESULTS.glob(pattern)).read_text())
-
-    courses = courses_of(newest(f"*-{summary.HEADLINE}-ranks.json"))
-    assert {"noop", "bf16", "onebit", "powersgd, rank 4"} <= set(map(figures.short, courses))
-    assert set(map(figures.short, courses)) <= names_in("slow-link.svg")
+    courses = newest(page.RESULTS, f"*-{summary.HEADLINE}-ranks.json")["courses"]
+    raced = {figures.short(course["hook"]) for course in courses}
+    assert {"noop", "bf16", "onebit", "powersgd, rank 4"} <= raced <= names_in("slow-link.svg")
     assert set(figures.LABELED) <= names_in("fidelity.svg")
-    hooks = {figures.short(cell["hook"]) for cell in newest("*-links.json")["cells"]}
+    hooks = {figures.short(cell["hook"]) for cell in summary.cells(page.RESULTS)}
     assert hooks | {"measured", "predicted"} <= names_in("scaling.svg")
     assert {"int8", "onebit", "fp4 mxfp4", "a plain copy"} <= names_in("kernels.svg")
 

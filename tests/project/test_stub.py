@@ -76,19 +76,22 @@ def documented_arguments(function: Any) -> list[tuple[str, str | None]]:
     arguments = []
     for part in parts:
         match = re.fullmatch(r"(\w+)(?::\s*(.*?))?(?:\s*=\s*(.*))?", part.strip())
-        if match and match[1] not in {"self", "arg0"}:
+        if match and match[1] != "self":
             arguments.append((match[1], match[3]))
     return arguments
 
 
 def stub_arguments(function: ast.FunctionDef) -> list[tuple[str, str | None]]:
+    """The same for a stub. Arguments that can only be positional have numbers in pybind11."""
+    only_positional = [a for a in function.args.posonlyargs if a.arg != "self"]
     positional = [argument for argument in function.args.args if argument.arg != "self"]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(function.args.defaults))
     pairs = [
         *zip(positional, [*defaults, *function.args.defaults], strict=True),
         *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
     ]
-    return [(argument.arg, default and ast.unparse(default)) for argument, default in pairs]
+    named = [(argument.arg, default and ast.unparse(default)) for argument, default in pairs]
+    return [(f"arg{i}", None) for i in range(len(only_positional))] + named
 
 
 @pytest.mark.parametrize("where", FUNCTIONS, ids=".".join)
@@ -101,6 +104,7 @@ def test_same_arguments(where: tuple[str, str]) -> None:
 )
 def test_same_arguments_of_methods(where: tuple[str, str], name: str) -> None:
     member = vars(compiled(where))[name]
+    member = getattr(member, "__func__", member)  # of a static method
     stub = functions(CLASSES[where])[name]
     if isinstance(member, property):
         assert "property" in ast.unparse(stub.decorator_list[0])

@@ -57,7 +57,8 @@ def test_same_names_and_arguments(extension: Any) -> None:
 
 
 def arguments(function: ast.FunctionDef) -> list[str]:
-    return [item.arg for item in (*function.args.args, *function.args.kwonlyargs)]
+    given = function.args
+    return [item.arg for item in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
 
 
 def odd_bucket(kind: Any) -> Any:

@@ -44,7 +44,7 @@ def gradients_of(rank: int, dtype: torch.dtype, step: int = 0) -> list[Tensor]:
     return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
 
 
-on_host = functools.partial(DistributedDataParallel, host_memory=True)
+over_gloo = functools.partial(DistributedDataParallel, host_memory=False)
 
 
 def uses_host_memory(model: DistributedDataParallel) -> bool:
@@ -58,8 +58,8 @@ def averages(
     rank: int, world_size: int, dtype: torch.dtype, hook: str, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     models = [
-        on_host(Many(dtype), bucket_cap_mb=0.02, **options),
         DistributedDataParallel(Many(dtype), bucket_cap_mb=0.02, **options),
+        over_gloo(Many(dtype), bucket_cap_mb=0.02, **options),
     ]
     assert [uses_host_memory(model) for model in models] == [True, False]
     for step in range(4):  # buckets are rebuilt after the first
@@ -99,8 +99,8 @@ def test_more_ranks_sum_in_the_order_of_ranks(dtype: torch.dtype, world_size: in
 def several_models(rank: int, world_size: int) -> None:
     """Under one backward, and in the other order on the other half of the ranks."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    whole = on_host(Many())
-    half = on_host(Many(), process_group=halves[rank // 2])
+    whole = DistributedDataParallel(Many())
+    half = DistributedDataParallel(Many(), process_group=halves[rank // 2])
     assert uses_host_memory(whole)
     assert uses_host_memory(half)
     for step in range(5):
@@ -122,7 +122,7 @@ def test_several_models_and_subgroups() -> None:
 
 def other_hooks(rank: int, world_size: int) -> None:
     """The memory serves hooks that send by other ways, too."""
-    model = on_host(Many())
+    model = DistributedDataParallel(Many())
     handle = commhooks.register(model, "int8")
     for hook in ("int8", "bf16", "noop", "allreduce", "topk"):
         handle.replace(hook)
@@ -180,7 +180,7 @@ def slowed_down() -> Iterator[None]:
 def overwrite_at_once(
     rank: int, world_size: int, options: dict[str, Any], in_backward: bool, accumulate: bool
 ) -> None:
-    model = on_host(Overwriting(), bucket_cap_mb=1, **options)
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
     assert uses_host_memory(model)
     parameters = list(model.parameters())
     seen: list[int] = []
@@ -233,7 +233,7 @@ def test_gradients_may_be_overwritten_at_once(
 def one_without(rank: int, world_size: int) -> bool:
     lacks_it = patch.object(HostGroup, "connect", side_effect=RuntimeError)
     with lacks_it if rank == 1 else nullcontext():
-        model = on_host(Many())
+        model = DistributedDataParallel(Many())
     model(gradients_of(rank, torch.float32)).backward()
     return uses_host_memory(model)
 
@@ -250,7 +250,7 @@ def other_network(rank: int, world_size: int) -> bool:
         if rank == 1:
             assert libc.unshare(clone_newnet) == 0
         try:
-            return uses_host_memory(on_host(Many()))
+            return uses_host_memory(DistributedDataParallel(Many()))
         finally:
             libc.setns(before.fileno(), clone_newnet)
 
@@ -260,17 +260,17 @@ def test_ranks_with_networks_of_their_own_are_hosts_of_their_own() -> None:
     assert run_ranks(other_network, 2) == [False, False]
 
 
-def wrong_cards(rank: int, world_size: int) -> None:
-    group = HostGroup(rank, world_size)
-    process, file, offset, nonce = group.card
-    with pytest.raises(RuntimeError, match="is not the rank"):
-        group.connect([(process, file, offset, nonce + 1)] * 2)
+def wrong_addresses(rank: int, world_size: int) -> None:
+    group = HostGroup()
+    process, file, offset, nonce = group.address
+    with pytest.raises(RuntimeError, match="is not rank 0"):
+        group.connect({0: (process, file, offset, nonce + 1)})
     with pytest.raises(RuntimeError, match="No such file"):
-        group.connect([(process, 10_000, offset, nonce)] * 2)
+        group.connect({0: (process, 10_000, offset, nonce)})
 
 
 def test_memory_is_known_by_a_nonce() -> None:
-    run_ranks(wrong_cards, 2)
+    run_ranks(wrong_addresses, 2)
 
 
 # ------------------------------------------------------------------------------- memory and trust
@@ -279,13 +279,13 @@ def test_memory_is_known_by_a_nonce() -> None:
 def shared_bytes(model: DistributedDataParallel) -> int:
     transport = model.reducer.transport
     assert isinstance(transport, HostGroup)
-    return Path(f"/proc/self/fd/{transport.card[1]}").stat().st_blocks * 512
+    return Path(f"/proc/self/fd/{transport.address[1]}").stat().st_blocks * 512
 
 
 def memory_of_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
-    empty = on_host(nn.Linear(1, 1))
+    empty = DistributedDataParallel(nn.Linear(1, 1))
     before = shared_bytes(empty)
-    model = on_host(Overwriting(), bucket_cap_mb=1, **options)
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
     found = []
     for _ in range(4):
         model(1.0).backward()
@@ -308,11 +308,11 @@ def test_memory_is_that_of_the_buckets_and_is_given_back(lazy: bool) -> None:
 
 
 def nothing_in_the_file_system(rank: int, world_size: int) -> list[str]:
-    model = on_host(Overwriting())
+    model = DistributedDataParallel(Overwriting())
     model(1.0).backward()
     transport = model.reducer.transport
     assert isinstance(transport, HostGroup)
-    own = Path(f"/proc/self/fd/{transport.card[1]}").readlink()
+    own = Path(f"/proc/self/fd/{transport.address[1]}").readlink()
     return [str(own), *(path.name for path in Path("/dev/shm").glob("*commhooks*"))]
 
 
@@ -322,7 +322,7 @@ def test_no_file_is_left_behind() -> None:
 
 
 def forked_child(rank: int, world_size: int) -> None:
-    model = on_host(Overwriting(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(Overwriting(), gradient_as_bucket_view=True)
     model(rank).backward()
     child = os.fork()
     if child == 0:
@@ -347,13 +347,13 @@ def test_a_forked_process_reads_gradients_and_takes_nothing_with_it() -> None:
 def patient(rank: int, world_size: int) -> float:
     """Take many small steps, in which a lost wake-up would cost a minute."""
     models = [
-        on_host(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
+        DistributedDataParallel(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
         for views in (False, True)
     ]
     for model in models:
         transport = model.reducer.transport
         assert isinstance(transport, HostGroup)
-        transport.set_look_around(timedelta(minutes=1))
+        transport.set_liveness_interval(timedelta(minutes=1))
     gradients = gradients_of(rank, torch.float32)
     start = time.monotonic()
     for _ in range(100):
@@ -369,7 +369,7 @@ def test_no_wake_up_is_lost() -> None:
 
 def fails_alone(rank: int, world_size: int) -> tuple[str, str]:
     """The first rank fails after its first bucket; the other one waits for the rest."""
-    model = on_host(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
     model(1.0).backward()
     model(1.0)  # rebuilds buckets
     model.reducer.abandon()
@@ -396,7 +396,7 @@ def test_steps_that_do_not_match_are_an_error() -> None:
 
 
 def fails_together(rank: int, world_size: int) -> None:
-    model = on_host(Overwriting(), bucket_cap_mb=1)
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1)
     model(1.0).backward()
     parameter = list(model.parameters())[1]
     removable = parameter.register_hook(lambda _: 1 / 0)
@@ -417,7 +417,7 @@ def test_a_failed_step_starts_clean() -> None:
 
 def fails_while_another_reads(rank: int, world_size: int) -> None:
     options = {"bucket_cap_mb": 1, "stable_buckets": True, "broadcast_buffers": False}
-    model = on_host(Overwriting(), **options)
+    model = DistributedDataParallel(Overwriting(), **options)
     model.require_manual_backward_finalization = True
     finished: list[int] = []
 
@@ -450,7 +450,7 @@ def test_a_failed_step_leaves_its_averages_to_the_others() -> None:
 
 
 def ways(rank: int, world_size: int) -> list[str]:
-    model = on_host(Many())
+    model = DistributedDataParallel(Many())
     handle = commhooks.register(model, "allreduce")
     found = [model._get_ddp_logging_data()["transport"]]
     for hook in ("allreduce", "bf16", "int8", "noop"):

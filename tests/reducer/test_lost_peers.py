@@ -54,8 +54,9 @@ def step(model: nn.Module) -> None:
 
 
 def quiet(**options: Any) -> DistributedDataParallel:
-    """Return a model whose ranks communicate in backward only."""
-    return DistributedDataParallel(Net(), broadcast_buffers=False, stable_buckets=True, **options)
+    """Return a model whose ranks communicate in backward only, over Gloo unless asked otherwise."""
+    options = {"broadcast_buffers": False, "stable_buckets": True, "host_memory": False} | options
+    return DistributedDataParallel(Net(), **options)
 
 
 # ------------------------------------------------------------- what the other ranks are doing

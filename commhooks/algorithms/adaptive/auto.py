@@ -39,7 +39,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import KnowsModel, declares, native_of
-from commhooks.hook.options import Ge, Made
+from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
@@ -101,7 +101,7 @@ class Auto(KnowsModel, CommHook):
     plan: PlanOption = field(default=None, repr=False, compare=False)
     """A plan to use for good: what ``commhooks plan --save`` wrote, or its path. Nothing is
     measured then, and equal runs have equal bits. Otherwise the plan in use is here."""
-    replan: Annotated[int, Ge(1)] = 500
+    replan: Annotated[int, Limits(ge=1)] = 500
     """Make a new plan after at most this many steps."""
 
     wire = "what the chosen hooks send, and now and then samples and a report"

@@ -43,7 +43,7 @@ from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
 from commhooks.hook.capabilities import KnowsModel, any_declares
 from commhooks.hook.derived_bucket import Progress, bucket_with
-from commhooks.hook.options import Ge, Gt, Le, Lt
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import AcrossRanks, StateField
 from commhooks.precision import at_least_float32
@@ -86,17 +86,17 @@ class DiLoCo(KnowsModel, LocalSteps):
             inner hook changes parameters, does not return the same on all ranks, or skips steps.
     """
 
-    period: Annotated[int, Ge(1)] = 30
+    period: Annotated[int, Limits(ge=1)] = 30
     """H, steps from one average of a fragment to the next."""
-    outer_lr: Annotated[float, Gt(0), Lt(math.inf)] = 0.7
+    outer_lr: Annotated[float, Limits(gt=0, lt=math.inf)] = 0.7
     """η. At 1, without momentum, the anchor becomes the average of the models."""
-    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    outer_momentum: Annotated[float, Limits(ge=0, lt=1)] = 0.9
     """μ"""
-    fragments: Annotated[int, Ge(1)] = 1
+    fragments: Annotated[int, Limits(ge=1)] = 1
     """F, parts of the model that are averaged in different steps; with FSDP2, of whole units."""
-    delay: Annotated[int, Ge(0)] = 0
+    delay: Annotated[int, Limits(ge=0)] = 0
     """τ, steps that an average may take while training goes on."""
-    merge: Annotated[float, Ge(0.0), Le(1.0)] = 0.0
+    merge: Annotated[float, Limits(ge=0.0, le=1.0)] = 0.0
     """The share that a parameter keeps of its own value when an average arrives; the rest is the
     anchor. With a delay, 0 discards the steps taken in the meantime."""
     eager: bool = False

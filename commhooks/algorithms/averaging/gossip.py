@@ -31,7 +31,7 @@ from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator, PendingCollective
 from commhooks.comm.topologies import Permutation, Push, Round, check_topology, round_at
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -76,7 +76,7 @@ class Gossip(PeerToPeer):
     ``average_every`` does; without it models diverge as steadily as without communication."""
     topology: Permutation = "dissemination"
     """The pairs of ranks that exchange messages, see :mod:`commhooks.comm.topologies`."""
-    average_every: Annotated[int, Ge(0)] = 0
+    average_every: Annotated[int, Limits(ge=0)] = 0
     """Average the parameters of all ranks in steps that are multiples of this; 0: never."""
     seed: int = 0
     """Seed of the partners of "dissemination" and "random". All ranks need the same."""

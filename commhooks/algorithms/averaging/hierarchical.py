@@ -23,6 +23,19 @@ With ``sharded=False`` the first rank of each node, its leader, sends everything
             g = inner(g, ranks=leaders)
         return broadcast(g, root=leader, ranks=node)
 
+Note [Shards in host memory]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+If the ranks of a node share the memory of their buckets (Note [Host memory] in csrc/host), they
+read the gradients and the shards of their peers where they are::
+
+    def average(g):
+        shard = mean(rows of my shard in the buckets of all ranks)    once all have packed theirs
+        shard = inner(shard, ranks=those with my number in their nodes)
+        copy the shards of all ranks to g                             once all shards are averages
+
+A rank that shares its shard has read all buckets, so the others may overwrite theirs. It writes to
+its shard again when all ranks have packed the bucket of the next step, after they have read it.
+
 Note [Shards by rows]
 ~~~~~~~~~~~~~~~~~~~~~
 Of each parameter, shard r has rows r·k to (r+1)·k. Rows are counted along the dimension that is
@@ -37,7 +50,7 @@ buffer would need no zeros. But when buckets are rebuilt, each part would have o
 the state of a hook would be on the wrong rank; and low-rank hooks would find no matrices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, NamedTuple, cast
@@ -49,6 +62,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.algorithms.bucket_parameters import gradient_of, parameters_of, real_view
 from commhooks.comm.communicator import Communicator
+from commhooks.comm.host_memory import host_of, share, share_bytes
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import (
     all_gather_bytes,
@@ -60,11 +74,12 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import any_declares
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
+from reducer.native import HostGroup
 
 
 @register_hook("hierarchical")
@@ -93,7 +108,7 @@ class Hierarchical(CommHook):
 
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages over nodes; by default exactly."""
-    ranks_per_node: Annotated[int, Ge(0)] = 0
+    ranks_per_node: Annotated[int, Limits(ge=0)] = 0
     """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
     which the option has once the hook is registered."""
     sharded: bool = True
@@ -109,7 +124,9 @@ class Hierarchical(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._local_rank = 0  # in its node, whose first rank sends the most
+        self._node: Sequence[int] = ()  # its ranks
         self._shards: PerBucketCache[BucketShards] = PerBucketCache()
+        self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache()  # shards
         if any_declares(self.inner, "changes_parameters"):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
@@ -128,10 +145,16 @@ class Hierarchical(CommHook):
         """Whether shards have to tell each other that numbers are not finite."""
         return self.sharded and not is_lossless(self.inner)
 
+    @property
+    def transport(self) -> str:
+        """The way that the last steps have averaged inside nodes."""
+        return "host memory in nodes" if self._in_host_memory else "process group"
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
         self._local_rank = group.rank() % self.ranks_per_node
+        self._node = ranks_of_node(group.rank(), self.ranks_per_node)
         own = self.nested_parameters(parameters).get("inner", parameters)
         self.inner.prepare(own, cast("dist.ProcessGroup", _Nodes(group, self.ranks_per_node)))
 
@@ -167,6 +190,8 @@ class Hierarchical(CommHook):
         if node.size == 1:
             return await self.inner.reduce(bucket, comm.within(self.inner))
         if self.sharded:
+            if host := host_of(bucket.buffer(), node.ranks):
+                return await self._average_in_host_memory(bucket, comm, node, host)
             return await self._average_shards(bucket, comm, node)
         return await self._average_on_leaders(bucket, comm, node)
 
@@ -183,11 +208,40 @@ class Hierarchical(CommHook):
         mean = mean.to(buffer.dtype)
         del received
 
-        peers = comm.among(range(node.rank, comm.size, node.size), parallel=node.size)
-        own = shards.bucket(bucket, mean, node.rank)
-        average = await self.inner.reduce(own, peers.within(self.inner))
+        average = await self._average_between(bucket, comm, node, mean)
         shards.join(await node.all_gather(average.view(-1)), buffer)
         return buffer
+
+    async def _average_in_host_memory(
+        self, bucket: GradBucket, comm: Communicator, node: Communicator, host: HostGroup
+    ) -> Tensor:
+        """See Note [Shards in host memory]."""
+        buffer, shards = bucket.buffer(), self._shards_of(bucket)
+        shard = self._in_host_memory.get(bucket, self.state)
+        if shard is None:
+            shard = host.allocate(shards.numel, buffer.dtype)
+            self._in_host_memory.put(bucket, shard)
+        is_withheld = self.checks_finite and not bucket.all_finite()
+        buffers = await share(buffer, node, host, is_withheld=is_withheld)
+        if buffers is None:
+            shard.fill_(torch.nan)
+        else:
+            shards.mean(buffers, node.rank, shard)
+
+        average = await self._average_between(bucket, comm, node, shard)
+        shard.copy_(average.view(-1))
+        parts = await share(shard, node, host)
+        assert parts is not None
+        shards.collect(parts, buffer)
+        return buffer
+
+    async def _average_between(
+        self, bucket: GradBucket, comm: Communicator, node: Communicator, shard: Tensor
+    ) -> Tensor:
+        """Average the shard over the nodes."""
+        peers = comm.among(range(node.rank, comm.size, node.size), parallel=node.size)
+        own = self._shards_of(bucket).bucket(bucket, shard, node.rank)
+        return await self.inner.reduce(own, peers.within(self.inner))
 
     def _divisor(self, bucket: GradBucket, size: int) -> Tensor | float:
         """Return ``size``, or NaN if other shards must learn that a number is not finite."""
@@ -216,8 +270,11 @@ class Hierarchical(CommHook):
             shards = self._shards_of(bucket)
             own = shards.bucket(bucket, bucket.buffer().new_empty(shards.numel), self._local_rank)
             nbytes = own.buffer().nbytes
-            inside = all_to_all_bytes(per_node * nbytes, per_node)
-            inside += all_gather_bytes(nbytes, per_node)
+            if host_of(bucket.buffer(), self._node):
+                inside = 2 * share_bytes(per_node)
+            else:
+                inside = all_to_all_bytes(per_node * nbytes, per_node)
+                inside += all_gather_bytes(nbytes, per_node)
         else:
             inside = all_reduce_bytes(nbytes, per_node)
             if self._local_rank > 0:
@@ -291,6 +348,31 @@ class BucketShards:
             whole.copy_(columns[: len(whole)])
             if rest.numel() > 0:
                 rest.copy_(columns[len(whole), : rest.numel()])
+
+    def mean(self, flats: Sequence[Tensor], rank: int, shard: Tensor) -> None:
+        """Write the mean of ``rank``'s rows of ``flats`` to its shard."""
+        for rows, own, padding in self._rows_of(rank):
+            HostGroup.mean_of([flat[rows] for flat in flats], shard[own])
+            shard[padding].zero_()
+
+    def collect(self, shards: Sequence[Tensor], flat: Tensor) -> None:
+        """Copy the shards of all ranks back to the gradients ``flat``."""
+        for rank, shard in enumerate(shards):
+            for rows, own, _ in self._rows_of(rank):
+                flat[rows].copy_(shard[own])
+
+    def _rows_of(self, rank: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield where the rows of ``rank`` are in the gradients and in its shard, and its zeros."""
+        for piece in self._pieces:
+            length = piece.shard_end - piece.shard_begin
+            begin = min(piece.begin + rank * length, piece.end)
+            end = min(begin + length, piece.end)
+            filled = piece.shard_begin + end - begin
+            yield (
+                slice(begin, end),
+                slice(piece.shard_begin, filled),
+                slice(filled, piece.shard_end),
+            )
 
     def bucket(self, whole: GradBucket, shard: Tensor, rank: int) -> GradBucket:
         """Return a bucket of the parameters' shards of ``rank``, whose gradients are ``shard``."""

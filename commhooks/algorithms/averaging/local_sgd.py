@@ -30,7 +30,7 @@ from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -43,9 +43,9 @@ class LocalSteps(WithoutConsensus):
     Subclasses implement :meth:`synchronize`.
     """
 
-    start_step: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
+    start_step: Annotated[int, Limits(ge=0)] = field(default=0, kw_only=True)
     """Average gradients in the steps before this one."""
-    ranks_per_node: Annotated[int, Ge(0)] = field(default=1, kw_only=True)
+    ranks_per_node: Annotated[int, Limits(ge=0)] = field(default=1, kw_only=True)
     """Average gradients among this many ranks in each local step. 0: the number of ranks per node
     that the launcher gives, which the option has once the hook is registered."""
 
@@ -124,7 +124,7 @@ class LocalSGD(LocalSteps):
     become NaN on all ranks.
     """
 
-    period: Annotated[int, Ge(1)] = 8
+    period: Annotated[int, Limits(ge=1)] = 8
     """H, steps from one average to the next. The longer it is, the more models differ."""
 
     wire = "nothing, except one all-reduce of the parameters in float32 per period"

@@ -28,7 +28,7 @@ from commhooks.algorithms.lowrank.matrix_plan import (
     matrix_shape,
 )
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from reducer import GradBucket
@@ -51,7 +51,7 @@ class BatchedPowerSGD(PowerSGD):
     random numbers again, while errors stay with their parameters.
     """
 
-    rank: Annotated[int, Ge(1)] = 16
+    rank: Annotated[int, Limits(ge=1)] = 16
     """r. Higher: closer to the average, more bytes."""
 
     def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -65,7 +65,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.hook.options import Ge, Lt
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
@@ -90,19 +90,19 @@ class PowerSGD(CommHook):
     the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
     """
 
-    rank: Annotated[int, Ge(1)] = 8
+    rank: Annotated[int, Limits(ge=1)] = 8
     """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes. A
     rank at which no matrix of the model would shrink is refused."""
-    min_compression_rate: Annotated[float, Ge(0), Lt(math.inf)] = 2.0
+    min_compression_rate: Annotated[float, Limits(ge=0, lt=math.inf)] = 2.0
     """Compress a matrix when n·m is at least this many times what is sent for it: r·(n + m), or
     half of that if one-sided. At 0, compress all."""
-    start_step: Annotated[int, Ge(0)] = 10
+    start_step: Annotated[int, Limits(ge=0)] = 10
     """Average exactly in the steps before this one: early gradients change fast, and the buckets
     are rebuilt after the first step. The paper starts at 0, its authors' code at 100."""
     two_sided: bool = True
     """Compute both factors in each step, a full step of power iteration in two collectives; else
     one of them, left and right in turn, in a single collective."""
-    num_iters_per_step: Annotated[int, Ge(1)] = 1
+    num_iters_per_step: Annotated[int, Limits(ge=1)] = 1
     """Each further iteration compresses the remainder with r more vectors, for as many bytes
     again."""
     error_feedback: bool = True

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockSize
 from commhooks.codecs.formats import NATURAL, integers
-from commhooks.hook.options import Ge, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.kernels.block_codec import Format
 
@@ -41,7 +41,7 @@ class QSGD(Quantized):
     block_size: BlockSize = 128
     """How many numbers share a scale; the paper calls it the bucket size and takes 512. Smaller
     blocks: less variance, more bytes."""
-    levels: Annotated[int, Ge(1), Le(127)] = 7
+    levels: Annotated[int, Limits(ge=1, le=127)] = 7
     """The number of levels above zero; there are as many below. One level takes 2 bits per number,
     2 to 7 take 4 bits, and more take 8."""
     norm: Literal["max", "l2"] = "max"
@@ -95,7 +95,7 @@ class TernGrad(Quantized):
     block_size: BlockSize = 512
     """How many numbers share a scale; in the paper, a layer. Smaller blocks: less variance, more
     bytes."""
-    clip: Annotated[float, Ge(0)] = 2.5
+    clip: Annotated[float, Limits(ge=0)] = 2.5
     """Clamp a rank's numbers to this many root mean squares of their block; 0: no clipping, and no
     bias."""
 

@@ -38,7 +38,7 @@ from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes
 from commhooks.hook.base import CommHook
-from commhooks.hook.options import Ge, Gt, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.state import StateField
 from commhooks.kernels import backend_of, require
 from commhooks.kernels import sparse as kernels
@@ -88,12 +88,12 @@ class SparseHook(CommHook):
 class WarmedUp(SparseHook):
     """Base of hooks that send a share of each bucket, which decreases during a warm-up."""
 
-    density: Annotated[float, Gt(0), Le(1)] = 0.01
+    density: Annotated[float, Limits(gt=0, le=1)] = 0.01
     """k as a share of the bucket's elements, after the warm-up."""
-    warmup_steps: Annotated[int, Ge(0)] = 200
+    warmup_steps: Annotated[int, Limits(ge=0)] = 200
     """Number of steps in which the density decreases exponentially from ``warmup_density``. What is
     not sent in early steps is out of date when it is sent."""
-    warmup_density: Annotated[float, Gt(0), Le(1)] = 1.0
+    warmup_density: Annotated[float, Limits(gt=0, le=1)] = 1.0
     """Density of the first step, unless ``density`` is higher."""
 
     def kept(self, bucket: GradBucket, numel: int) -> int:

@@ -41,7 +41,7 @@ from commhooks.algorithms.sparse.selection import kept_elements, select_largest_
 from commhooks.codecs.finite import copy_if, is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.options import Ge, Gt, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
@@ -63,11 +63,11 @@ class DeMo(SparseHook):
     of one kind, with one version of torch.
     """
 
-    density: Annotated[float, Gt(0), Le(1)] = 1 / 128
+    density: Annotated[float, Limits(gt=0, le=1)] = 1 / 128
     """k as a share of the coefficients of a tile: 32 of 4096."""
-    decay: Annotated[float, Ge(0), Le(1)] = 0.999
+    decay: Annotated[float, Limits(ge=0, le=1)] = 0.999
     """What a step leaves of the momentum."""
-    tile: Annotated[int, Ge(1), Le(256)] = 64
+    tile: Annotated[int, Limits(ge=1, le=256)] = 64
     """The largest side of a tile."""
     sign: bool = False
     """Return the signs of the result, as the paper does. The learning rate is then that of Adam.

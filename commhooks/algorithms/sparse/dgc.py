@@ -38,7 +38,7 @@ from commhooks.algorithms.sparse.base import (
 from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.options import Ge, Gt, Le, Lt
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.kernels import backend_of
@@ -65,13 +65,13 @@ class DGC(WarmedUp):
     The hook keeps velocity and error, and one more copy of a bucket during a step.
     """
 
-    density: Annotated[float, Gt(0), Le(1)] = 0.01
+    density: Annotated[float, Limits(gt=0, le=1)] = 0.01
     """k as a share of the bucket's elements, after the warm-up. The paper uses 0.001."""
-    warmup_steps: Annotated[int, Ge(0)] = 0
-    warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    warmup_steps: Annotated[int, Limits(ge=0)] = 0
+    warmup_density: Annotated[float, Limits(gt=0, le=1)] = 0.25
+    momentum: Annotated[float, Limits(ge=0, lt=1)] = 0.9
     """m, which replaces the optimizer's momentum."""
-    clip: Annotated[float, Gt(0)] | None = None
+    clip: Annotated[float, Limits(gt=0)] | None = None
     """Largest norm of a bucket's average gradient if the gradients of the ranks are independent.
     The gradient of each rank, which is then √N times longer, is scaled down to ``clip`` · √N."""
     masking: bool = True

@@ -32,7 +32,7 @@ from commhooks.algorithms.sparse.selection import (
 from commhooks.algorithms.sparse.shared_topk import average_at
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.options import Gt, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
@@ -52,7 +52,7 @@ class RandomK(SparseHook):
     averaging; AdamW works with the unbiased form. See docs/hooks/randomk.md.
     """
 
-    density: Annotated[float, Gt(0), Le(1)] = 0.25
+    density: Annotated[float, Limits(gt=0, le=1)] = 0.25
     """k as a share of the bucket's elements. At least one element is sent."""
     error_feedback: bool = field(default=False, kw_only=True)
     """Add what a step does not send to the next gradient, instead of multiplying what is sent by

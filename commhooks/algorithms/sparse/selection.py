@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks import native
+from commhooks.codecs.block import check_numbers
+from commhooks.errors import CommHookError
 from commhooks.kernels import backend_of, selection
 from commhooks.kernels import sparse as kernels
 
@@ -27,6 +29,9 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
     Of equal magnitudes the first are selected. One pass over the memory. Does not wait for the
     device.
     """
+    _check(gradient, error)
+    if not 0 <= count <= gradient.numel():
+        raise CommHookError(f"expected to select 0 to {gradient.numel()} elements, found {count}")
     if backend_of(gradient) is None:
         return native.select_largest(gradient, error, count)
     return selection.select_largest(gradient, error, count)
@@ -39,6 +44,9 @@ def select_largest_of_chunks(
 
     If the last chunk has fewer elements than ``count``, all of them are selected.
     """
+    _check(gradient, error)
+    if not 1 <= count <= chunk:
+        raise CommHookError(f"expected to select 1 to {chunk} elements of each, found {count}")
     if backend_of(gradient) is None:
         return native.select_largest_of_chunks(gradient, error, chunk, count)
     if error is not None:
@@ -55,6 +63,9 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
     One pass over the memory. Waits for the device, to learn how many indices there are.
     """
+    _check(gradient, error)
+    if not threshold > 0:
+        raise CommHookError(f"expected a threshold above 0, found {threshold}")
     if backend_of(gradient) is None:
         return native.select_above(gradient, error, threshold)
     return selection.select_above(gradient, error, threshold)
@@ -63,8 +74,9 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN."""
     if backend_of(gradient) is not None:
+        _check(gradient, error)
         return selection.add_and_check(gradient, error)
-    bad = native.select_above(gradient, error, math.inf)
+    bad = select_above(gradient, error, math.inf)
     return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
 
 
@@ -90,7 +102,24 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
 
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """Add ``values`` to ``out[indices]``. Values and ``out`` are of one dtype."""
-    if backend_of(out) is None:
-        native.scatter_add(values, indices, out)
-    else:
-        kernels.scatter_add(values, indices, out)
+    check_numbers(values)
+    check_numbers(out)
+    if values.dtype != out.dtype or indices.dtype != torch.int32:
+        raise CommHookError(
+            f"expected values in {out.dtype} at indices in torch.int32, found {values.dtype} and "
+            f"{indices.dtype}"
+        )
+    if values.shape != indices.shape:
+        raise CommHookError(
+            f"expected as many values as indices, found {values.numel()} and {indices.numel()}"
+        )
+    on_device = native if backend_of(out) is None else kernels
+    on_device.scatter_add(values, indices, out)
+
+
+def _check(gradient: Tensor, error: Tensor | None) -> None:
+    check_numbers(gradient, error)
+    if gradient.numel() >= 2**31:
+        raise CommHookError(
+            f"expected fewer than 2^31 elements in a bucket, found {gradient.numel()}"
+        )

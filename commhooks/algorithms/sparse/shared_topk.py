@@ -40,7 +40,7 @@ from commhooks.codecs.finite import copy_if, is_known_false, select
 from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
-from commhooks.hook.options import Gt, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.kernels import backend_of
 from commhooks.kernels import sparse as kernels
@@ -61,7 +61,7 @@ class SharedTopK(WarmedUp):
     any number of ranks. At least one element of each part is sent.
     """
 
-    beta: Annotated[float, Gt(0), Le(1)] = 1.0
+    beta: Annotated[float, Limits(gt=0, le=1)] = 1.0
     """How far a step moves the error towards what was not sent, the low-pass filter of ScaleCom. 1
     keeps all; less is for large batches and learning rates."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from commhooks.algorithms.sparse.base import SparseHook, SparseVector, gather, to_memory_dtype
 from commhooks.algorithms.sparse.selection import select_above
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.options import Gt, Lt
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
@@ -40,7 +40,7 @@ class Threshold(SparseHook):
     waits for this rank's count and for those of the others, on which the memory needed depends.
     """
 
-    value: Annotated[float, Gt(0), Lt(math.inf)] = 0.0005
+    value: Annotated[float, Limits(gt=0, lt=math.inf)] = 0.0005
     """Elements of at least this magnitude are sent; it applies to this rank's gradient plus error.
     A gradient scaler multiplies gradients, so multiply this by its scale."""
 

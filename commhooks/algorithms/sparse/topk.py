@@ -32,7 +32,7 @@ from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import integers
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.options import Ge, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
@@ -47,7 +47,7 @@ class TopK(WarmedUp):
     has grown. At least one element of each bucket is sent.
     """
 
-    chunk: Annotated[int, Ge(1), Le(1 << 20)] | None = None
+    chunk: Annotated[int, Limits(ge=1, le=1 << 20)] | None = None
     """Select the same number of elements from each ``chunk`` consecutive ones, not from the whole
     bucket, so that every part of a model changes in each step. SparseLoCo has 4096 and a density of
     1/64."""

@@ -35,7 +35,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
 from commhooks.hook.capabilities import declares
-from commhooks.hook.options import Ge, Le
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
@@ -65,7 +65,7 @@ class ErrorFeedback(CommHook):
 
     inner: CommHook = "bf16"  # type: ignore[assignment]  # becomes a hook
     """The hook that runs on the sum of gradient and error."""
-    decay: Annotated[float, Ge(0), Le(1)] = 1.0
+    decay: Annotated[float, Limits(ge=0, le=1)] = 1.0
     """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
     many steps is forgotten, and averages are biased."""
 

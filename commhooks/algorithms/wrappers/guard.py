@@ -23,7 +23,7 @@ from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_err
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import KnowsModel, declares
-from commhooks.hook.options import Ge, Gt
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from reducer import GradBucket
@@ -60,13 +60,13 @@ class Guard(KnowsModel, CommHook):
 
     inner: CommHook
     """The hook to use while its error is within the bound."""
-    max_error: Annotated[float, Gt(0)]
+    max_error: Annotated[float, Limits(gt=0)]
     """The bound: relative to the norm of the exact average."""
     fallback: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook to use when it is not."""
-    every: Annotated[int, Ge(1)] = 100
+    every: Annotated[int, Limits(ge=1)] = 100
     """Measure in every step whose number is a multiple of this."""
-    cooldown: Annotated[int, Ge(1)] | None = None
+    cooldown: Annotated[int, Limits(ge=1)] | None = None
     """Steps after which the inner hook is measured again; never, if None."""
 
     lossless = True

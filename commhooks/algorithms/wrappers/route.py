@@ -27,7 +27,7 @@ from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import KnowsModel, Role, bucket_key_of
 from commhooks.hook.derived_bucket import BucketPart, Progress
-from commhooks.hook.options import Made, MinLen
+from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
@@ -86,7 +86,7 @@ class Route(KnowsModel, CommHook):
             earlier rules match, or if no rule matches a parameter and there is no ``default``.
     """
 
-    rules: Annotated[list[tuple[Rule, CommHook]], MinLen(1)]
+    rules: Annotated[list[tuple[Rule, CommHook]], Limits(min_length=1)]
     """Patterns, roles or predicates, each with the hook for the parameters that it matches."""
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""

@@ -14,7 +14,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
 from commhooks.hook.capabilities import any_declares, declares
-from commhooks.hook.options import Ge, MinLen
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -43,9 +43,9 @@ class Schedule(CommHook):
             exchanges.
     """
 
-    stages: Annotated[list[tuple[Annotated[int, Ge(0)], CommHook]], MinLen(1)]
+    stages: Annotated[list[tuple[Annotated[int, Limits(ge=0)], CommHook]], Limits(min_length=1)]
     """The first step and the hook of each stage; steps ascend from 0."""
-    cycle: Annotated[int, Ge(1)] | None = None
+    cycle: Annotated[int, Limits(ge=1)] | None = None
     """Number of steps after which the schedule starts again; never, if None."""
     keep_state: bool = True
     """With a ``cycle``, keep the state of a hook for its next turn."""

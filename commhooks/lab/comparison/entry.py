@@ -50,13 +50,15 @@ class Entry:
         """Wrap the module as this entry needs it. Collective, except for the bare entry.
 
         ``options`` are those of the wrappers: ``init_sync=False`` if all ranks have the same model.
+        Each rank stands for a host, so host memory is used only if they ask for it.
         """
+        host_memory = options.pop("host_memory", False)
         if self == BARE:
             return module, None
         if self == TORCH:
             return TorchDistributedDataParallel(module, **options), None
         assert self.config is not None
-        model = wrap(module, **options)
+        model = wrap(module, host_memory=host_memory, **options)
         return model, register(model, self.config)
 
 

@@ -45,15 +45,15 @@ class _Place:
     workload: Workload
     world_size: int
     link: str
-    hosts_per_node: int
+    ranks_per_host: int
     steps: int
 
     def __str__(self) -> str:
-        nodes = f", {self.hosts_per_node} on each node" if self.hosts_per_node > 1 else ""
+        hosts = f", {self.ranks_per_host} on each host" if self.ranks_per_host > 1 else ""
         wrapper = "".join(f", {name}={value}" for name, value in self.workload.wrapper)
         wrapper += "" if self.workload.set_to_none else ", gradients set to zero"
         return (
-            f"{self.workload.model}, {self.world_size} ranks{nodes}, {self.link}, "
+            f"{self.workload.model}, {self.world_size} ranks{hosts}, {self.link}, "
             f"{self.steps} steps{wrapper}"
         )
 
@@ -193,7 +193,7 @@ class ModuleBenchmarks:
                     rate = parse_rate(place.link)
                     try:
                         hosts = shaped_link(
-                            place.world_size, rate, hosts_per_node=place.hosts_per_node
+                            place.world_size, rate, ranks_per_host=place.ranks_per_host
                         )
                         link = stack.enter_context(hosts)
                     except LinkError as error:
@@ -234,7 +234,7 @@ class HookBenchmarks:
         batch: str | Callable[[], Any] | None = None,
         world_size: int = 2,
         link: str = LOOPBACK,
-        hosts_per_node: int = 1,
+        ranks_per_host: int = 1,
         steps: int = 50,
         wrapper: Mapping[str, Any] | None = None,
         set_to_none: bool = True,
@@ -254,9 +254,11 @@ class HookBenchmarks:
             batch: a function without arguments that returns a batch: a tensor, a tuple of
                 arguments or a dict of them. None: the ``example_input()`` of the model.
             world_size: number of ranks.
-            link: "loopback", or the rate of each rank's link, as in "1gbit", which needs root; the
+            link: "loopback", or the rate of each host's link, as in "1gbit", which needs root; the
                 test is skipped without it.
-            hosts_per_node: number of consecutive ranks that send to each other at any rate.
+            ranks_per_host: number of consecutive ranks that share a host and its link. If it is
+                more than one, they share memory as well, unless ``wrapper`` has
+                ``host_memory=False``; a rank alone sends over the network.
             steps: number of timed steps.
             wrapper: options of the wrappers, such as ``{"bucket_cap_mb": 8}``.
             set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
@@ -274,9 +276,10 @@ class HookBenchmarks:
         chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
         if chosen["link"] != LOOPBACK:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
-        options = tuple(sorted((wrapper or {}).items()))
+        shared = {"host_memory": True} if ranks_per_host > 1 else {}
+        options = tuple(sorted((shared | dict(wrapper or {})).items()))
         workload = Workload(model, batch, options, set_to_none)
-        place = _Place(workload, hosts_per_node=hosts_per_node, **chosen)
+        place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)
         self.benchmark.group = str(place)

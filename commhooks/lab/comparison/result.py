@@ -124,24 +124,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Table:
-    """Lines of text cells under the names of columns; lines of failed hooks are shorter."""
+    """Lines of text cells under the names of columns.
 
-    title: str
+    A line of one cell is the heading of those that follow; lines of failed hooks are shorter.
+    """
+
     names: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
-    is_section: bool = False
-    """Whether the lines are shown in one table with those of others, under ``title``."""
 
     @property
-    def indented(self) -> list[tuple[str, ...]]:
-        """The lines, indented if they are a section."""
-        indent = "  " if self.is_section else ""
-        return [(indent + first, *others) for first, *others in self.lines]
-
-    @property
-    def explanations(self) -> list[str]:
+    def explanations(self) -> str:
         """A line for each column that needs one, which begins with its name."""
-        return [f"{name}: {_EXPLANATIONS[name]}" for name in self.names if name in _EXPLANATIONS]
+        known = (name for name in self.names if name in _EXPLANATIONS)
+        return "\n".join(f"{name}: {_EXPLANATIONS[name]}" for name in known)
 
 
 @dataclass(frozen=True)
@@ -167,13 +162,8 @@ class Comparison:
         if not self.rows:
             return "\n".join(["nothing was measured", *map(str, self.failures)])
         parts = [self.title]
-        for tables in self.tables():
-            cells = [tables[0].names]
-            for table in tables:
-                if table.is_section:
-                    cells.append((table.title,))
-                cells += table.indented
-            parts += [_aligned(cells), "\n".join(tables[0].explanations)]
+        for table in self.tables():
+            parts += [_aligned([table.names, *table.lines]), table.explanations]
         parts.append("\n".join([*self.remarks(), *(f"Failed: {each}" for each in self.failures)]))
         return "\n\n".join(filter(None, parts))
 
@@ -183,16 +173,9 @@ class Comparison:
         gradients = format_bytes(self.rows[0].gradient_bytes)
         return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
 
-    def tables(self) -> list[list[Table]]:
-        """Return tables of pairs of hosts, of times by link, and of costs that no link changes.
-
-        Tables in one list have the same columns.
-        """
-        of_links = [
-            self._table(f"{link}, {self.kind_of(link)}", _TIMES, link, self.failures_over(link))
-            for link in self.links
-        ]
-        found = [of_links, [self._table("costs", _COSTS, self.links[0])]]
+    def tables(self) -> list[Table]:
+        """Return tables of pairs of hosts, of times by link, and of costs that no link changes."""
+        found = []
         if self.pairs:
             lines = (
                 (
@@ -203,26 +186,28 @@ class Comparison:
                 )
                 for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
             )
-            names = ("pair of hosts", "rate", "latency", "note")
-            found.insert(0, [Table("network", names, tuple(lines))])
-        return found
+            found.append(Table(("pair of hosts", "rate", "latency", "note"), tuple(lines)))
+        times: list[tuple[str, ...]] = []
+        for link in self.links:
+            times.append((f"{link}, {self.kind_of(link)}",))
+            times += [(f"  {hook}", *cells) for hook, *cells in self._lines(_TIMES, link)]
+            times += [(f"  {failure.hook}", "failed") for failure in self.failures_over(link)]
+        found.append(Table(("hook", *self._used(_TIMES)), tuple(times)))
+        costs = self._lines(_COSTS, self.links[0])
+        return [*found, Table(("hook", *self._used(_COSTS)), tuple(costs))]
 
-    def _table(
-        self, title: str, columns: "_Columns", link: str, failures: Sequence[Failure] = ()
-    ) -> Table:
-        """Return a table of a link, without the columns that are empty on all links."""
-        used = {
+    def _lines(self, columns: "_Columns", link: str) -> list[tuple[str, ...]]:
+        used = self._used(columns).values()
+        rows = [row for row in self.rows if row.link == link]
+        return [(row.hook, *(cell(self, row) for cell in used)) for row in rows]
+
+    def _used(self, columns: "_Columns") -> "_Columns":
+        """Return the columns that are not empty on all links."""
+        return {
             name: cell
             for name, cell in columns.items()
             if any(cell(self, row) for row in self.rows)
         }
-        lines = [
-            (row.hook, *(cell(self, row) for cell in used.values()))
-            for row in self.rows
-            if row.link == link
-        ]
-        failed = ((failure.hook, "failed") for failure in failures)
-        return Table(title, ("hook", *used), (*lines, *failed), is_section=columns is _TIMES)
 
     def remarks(self) -> list[str]:
         """Return the notes and the verdicts, a line each."""

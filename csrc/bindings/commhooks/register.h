@@ -5,10 +5,7 @@
 
 namespace commhooks {
 
-void register_codecs(pybind11::module_& module);
 void register_comm(pybind11::module_& module);
 void register_kernel_arguments(pybind11::module_& module);
-void register_lowrank(pybind11::module_& module);
-void register_sparse(pybind11::module_& module);
 
 }  // namespace commhooks

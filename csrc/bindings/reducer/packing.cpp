@@ -12,9 +12,7 @@ namespace {
 class FlatCopy {
  public:
   explicit FlatCopy(const at::Tensor& flat)
-      : copier_(make_copier(flat.device())),
-        flat_(flat),
-        next_(static_cast<char*>(flat.data_ptr())) {
+      : copier_(flat.device()), flat_(flat), next_(static_cast<char*>(flat.data_ptr())) {
     TORCH_CHECK_VALUE(
         flat.is_contiguous(), "Expected a contiguous flat tensor, found strides ", flat.strides(),
         ".");
@@ -33,7 +31,7 @@ class FlatCopy {
       void* place = advance(tensor);
       pieces_.push_back({tensor.const_data_ptr(), place, tensor.numel()});
     }
-    copier_->copy_pieces(
+    copier_.copy_pieces(
         pieces_, type_of(tensors), flat_.scalar_type(), scale, true, finite.value_or(at::Tensor()));
   }
 
@@ -42,13 +40,13 @@ class FlatCopy {
       const void* place = advance(tensor);
       pieces_.push_back({place, tensor.mutable_data_ptr(), tensor.numel()});
     }
-    copier_->copy_pieces(pieces_, flat_.scalar_type(), type_of(tensors), scale, true, {});
+    copier_.copy_pieces(pieces_, flat_.scalar_type(), type_of(tensors), scale, true, {});
   }
 
  private:
   void* advance(const at::Tensor& tensor) {
     TORCH_CHECK_VALUE(
-        copier_->copies_pieces(), "This build has no kernels for tensors on ", flat_.device(), ".");
+        copier_.copies_pieces(), "This build has no kernels for tensors on ", flat_.device(), ".");
     TORCH_CHECK_VALUE(
         tensor.is_non_overlapping_and_dense() && tensor.device() == flat_.device() &&
             (used_ += tensor.numel()) <= flat_.numel(),
@@ -70,7 +68,7 @@ class FlatCopy {
     return tensors.empty() ? flat_.scalar_type() : tensors.front().scalar_type();
   }
 
-  std::unique_ptr<Copier> copier_;
+  Copier copier_;
   at::Tensor flat_;
   char* next_;
   int64_t used_ = 0;
@@ -101,7 +99,7 @@ Raises ValueError if tensors do not fit, or if `has_kernels` is false.)");
       "Copy the parts of `flat` back into dense tensors, the reverse of `pack`.");
   module.def(
       "has_kernels",
-      [](const std::string& device) { return make_copier(c10::Device(device))->copies_pieces(); },
+      [](const std::string& device) { return Copier(c10::Device(device)).copies_pieces(); },
       py::arg("device"), R"(
 Return whether this build has kernels that pack buckets on devices of this type; otherwise torch's
 operations are used.)");

@@ -2,6 +2,7 @@
 #include "bindings/reducer/python_hook.h"
 #include "bindings/reducer/register.h"
 #include "host/host_group.h"
+#include "host/sums.h"
 #include "reducer/native_hooks.h"
 
 #include <pybind11/chrono.h>
@@ -99,12 +100,25 @@ void await_after_backward(
 }
 
 void connect(
-    HostGroup& group, const std::vector<std::tuple<int64_t, int64_t, int64_t, uint64_t>>& cards) {
-  std::vector<HostGroup::Card> of_ranks;
-  for (const auto& [process, file, offset, nonce] : cards) {
-    of_ranks.push_back({process, file, offset, nonce});
+    HostGroup& group,
+    const std::map<int64_t, std::tuple<int64_t, int64_t, int64_t, uint64_t>>& addresses) {
+  std::map<int64_t, HostGroup::Address> of_ranks;
+  for (const auto& [rank, address] : addresses) {
+    of_ranks[rank] = std::make_from_tuple<HostGroup::Address>(address);
   }
   without_gil([&] { group.connect(of_ranks); });
+}
+
+void mean_of(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
+  std::vector<const void*> sources;
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(
+        tensor.is_contiguous() && tensor.numel() == out.numel() && tensor.dtype() == out.dtype(),
+        "Expected tensors that are contiguous, with the size and dtype of the result.");
+    sources.push_back(tensor.const_data_ptr());
+  }
+  const double scale = 1.0 / static_cast<double>(tensors.size());
+  sum(sources, out.data_ptr(), out.numel(), out.scalar_type(), scale);
 }
 
 double seconds(Span::Clock::time_point time) {
@@ -189,18 +203,34 @@ A way for ranks to average that needs the memory of the buckets.)")
       .def_property_readonly("name", &Transport::name);
 
   py::class_<HostGroup, Transport, std::shared_ptr<HostGroup>>(module, "HostGroup", R"(
-Averages among `size` ranks of one host, through memory that they share. csrc/host/host_group.h
-describes how. Raises RuntimeError if the system lacks what is needed.)")
-      .def(py::init(&HostGroup::create), py::arg("rank"), py::arg("size"), release_gil())
+Ranks of one host, which average through memory that they share. csrc/host/host_group.h describes
+how. Raises RuntimeError if the system lacks what is needed.)")
+      .def(py::init(&HostGroup::create), release_gil())
       .def_property_readonly(
-          "card",
+          "address",
           [](const HostGroup& group) {
-            const HostGroup::Card card = group.card();
-            return py::make_tuple(card.process, card.file, card.offset, card.nonce);
+            const HostGroup::Address address = group.address();
+            return py::make_tuple(address.process, address.file, address.offset, address.nonce);
           },
           "What the other ranks need to know to connect.")
-      .def("connect", &connect, py::arg("cards"), "Connect with the ranks that have these cards.")
-      .def("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
+      .def("connect", &connect, py::arg("addresses"), R"(
+Connect the ranks of this host, by their numbers in the process group.)")
+      .def_property_readonly("ranks", &HostGroup::ranks)
+      .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
+Return the group in whose memory `tensor` is, or None.)")
+      .def("allocate", &HostGroup::allocate, py::arg("numel"), py::arg("dtype"), release_gil(), R"(
+Return uninitialized memory, flat.)")
+      .def("offset_of", &HostGroup::offset_of, py::arg("tensor"), R"(
+Return the place of `tensor`, of this group, as `tensors_at` of other ranks takes it.)")
+      .def(
+          "tensors_at", &HostGroup::tensors_at, py::arg("offsets"), py::arg("own"), release_gil(),
+          R"(
+Return the tensors that ranks have at these offsets, like `own`, by rank. They are not copies: agree
+with the ranks on who writes when.)")
+      .def_static("mean_of", &mean_of, py::arg("tensors"), py::arg("out"), release_gil(), R"(
+Write the mean of flat tensors, of the dtype and size of `out`, to it. Half precision is summed in
+fp32.)")
+      .def("set_liveness_interval", &HostGroup::set_liveness_interval, py::arg("interval"));
 
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
 Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")

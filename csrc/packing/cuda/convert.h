@@ -15,39 +15,17 @@ bool has_image();
 
 enum class Element { fp64, fp32, fp16, bf16 };
 
-// Elements that are not consecutive, or not in the same order on both sides. Dimensions are in any
-// order, without those of size one; strides are in elements, and those of the source may be zero.
-struct StridedPiece {
-  static constexpr int kMostDims = 8;
-
-  const void* source;
-  void* destination;
-  uint32_t numel;
-  int dims;
-  uint32_t sizes[kMostDims];
-  int64_t source_strides[kMostDims];
-  int64_t destination_strides[kMostDims];
-};
-
 // destination = cast<to>(scale * source) for every piece, as `convert` in packing/convert.h: halves
 // are multiplied in fp32, fp64 in fp64, casts round to nearest even.
 //
 // Enqueued on `stream`, of the current device, without waiting. The tables are arguments of the
 // kernel, so nothing is copied to the device first, nothing has to be kept alive, and a CUDA graph
 // can capture it. One launch handles up to 1360 pieces (of at most 2^30 elements; longer ones count
-// several times), or 21 strided ones. Returns null, or the error message of CUDA.
+// several times). Returns null, or the error message of CUDA.
 //
 // `finite`: null, or device memory that is set to false if a written number is not finite.
 const char* convert(
     const Piece* pieces,
-    size_t count,
-    Element from,
-    Element to,
-    double scale,
-    bool* finite,
-    cudaStream_t stream);
-const char* convert_strided(
-    const StridedPiece* pieces,
     size_t count,
     Element from,
     Element to,

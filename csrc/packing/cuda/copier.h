@@ -1,12 +1,25 @@
-// The copier for gradients on CUDA devices.
+// Copies pieces on CUDA devices.
 #pragma once
 
-#include "packing/copier.h"
+#include "packing/piece.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <vector>
 
 namespace commhooks::cuda {
 
-// Copies pieces with one launch of the kernels in packing/cuda/convert.h, and tensors of other
-// strides with another. Null if the kernels were not compiled for this device.
-std::unique_ptr<Copier> make_copier(c10::Device device);
+// Whether the kernels of packing/cuda/convert.h were compiled for the device.
+bool has_kernels(c10::Device device);
+
+// Copies pieces with one launch on the current stream of the device, see Copier::copy_pieces.
+void copy_pieces(
+    c10::Device device,
+    const std::vector<Piece>& pieces,
+    c10::ScalarType from,
+    c10::ScalarType to,
+    double scale,
+    bool* finite);
 
 }  // namespace commhooks::cuda
