@@ -198,13 +198,13 @@ class Measurement:
         names = {group: sample.names} if is_last else {}
         check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
+        size, elements = comm.size, sample.buffer().numel()
 
         def outcome(pair: Sequence[float]) -> Choice:
             collectives = tuple(
-                Collective(name, tensor_bytes(name, sent, comm.size), ALL)
+                Collective(name, tensor_bytes(name, sent, size), ALL)
                 for name, sent in run.collectives
             )
-            elements = sample.buffer().numel()
             return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
 
         for squares in (await check.squares(average, comm)).values():

@@ -281,8 +281,7 @@ class Planner:
         own, candidates = self.groups[group], self.candidates
         for hook in [self._plain] if own.is_exact else candidates.hooks:
             tried = [each for (_, its), each in self._outcomes.items() if its == hook]
-            if hook == self._plain:
-                tried = tried or [_PLAIN]
+            tried += [_PLAIN] if hook == self._plain else []
             if not tried:
                 continue
             largest = max(tried, key=lambda outcome: outcome.elements)
@@ -327,8 +326,8 @@ class Planner:
 
     def _hooks_of(self, course: Course) -> list[str]:
         """Return the hook in use of each group."""
-        hook_of, plain = course.hook_of(), self.candidates.hooks[0]
-        return [hook_of.get(group.names[0], plain) for group in self.groups]
+        hook_of = course.hook_of()
+        return [hook_of.get(group.names[0], self._plain) for group in self.groups]
 
     # --------------------------------------------------------------------------- what is decided
 
