@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import figures
+from bench import figures, tables
 from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
@@ -22,7 +22,6 @@ from bench.files import load, newest
 from bench.gpu import page as gpu_page
 from bench.plots import Draw
 from bench.slow_link import PLAIN, Race
-from bench.tables import markdown
 from commhooks.lab.units import format_rate
 
 HEADLINE = "100mbit-4"
@@ -90,7 +89,7 @@ def facts(results: Path) -> dict[str, str]:
         **links(cells(results)),
         **_kernels(newest(results, "*-kernels.json")["benchmarks"]),
         **_averaging(newest(results, "*-2-cores-averaging.json")["benchmarks"]),
-        **_four_ranks(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
+        **_averaging(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
         **_comparison(newest(results, "*-compare-1gbit.json")["rows"]),
         **_torch_hooks(newest(results, "*-torch-hooks.json")),
         **gpu_page.facts(next(run for run in gpu_runs if {"stages", "machine"} <= run.keys())),
@@ -99,6 +98,10 @@ def facts(results: Path) -> dict[str, str]:
 
 def _race(results: Path, name: str) -> Race:
     return Race.of(newest(results, f"*-{name}-ranks.json"))
+
+
+def table(rows: Iterable[Document]) -> str:
+    return tables.table(rows, aligned=False)
 
 
 def _percent(change: float) -> str:
@@ -155,18 +158,15 @@ def _front(found: list[Row]) -> list[Row]:
 
 
 def _trainings(found: Iterable[Row]) -> str:
-    return markdown(
-        ["training", "optimizer", "bytes", "loss against plain averaging with AdamW", "by seed"],
-        [
-            [
-                row.trained.label,
-                row.trained.recipe or TASKS["gpt"].usual,
-                f"1/{1 / row.byte_share:,.{0 if row.byte_share < 0.01 else 1}f}",
-                _percent(row.change_to_usual),
-                ", ".join(map(_percent, row.changes_to_usual)),
-            ]
-            for row in found
-        ],
+    return table(
+        {
+            "training": row.trained.label,
+            "optimizer": row.trained.recipe or TASKS["gpt"].usual,
+            "bytes": f"1/{1 / row.byte_share:,.{0 if row.byte_share < 0.01 else 1}f}",
+            "loss against plain averaging with AdamW": _percent(row.change_to_usual),
+            "by seed": ", ".join(map(_percent, row.changes_to_usual)),
+        }
+        for row in found
     )
 
 
@@ -196,22 +196,25 @@ def race_table(race: Race) -> str:
     lasts = {hook: course.points[-1] for hook, course in race.courses.items()}
     never = [hook for hook in lasts if hook not in race.arrivals]
     never.sort(key=lambda hook: lasts[hook].validation_loss)
-    lines = []
+    rows = []
     for hook in (*race.arrivals, *never):
         last, arrival = lasts[hook], race.arrivals.get(hook)
-        line = [f"`{hook}`".replace("|", "\\|"), race.courses[hook].step_text]
-        line += [f"{last.wire_bytes / last.step / 1e6:.2g} MB"]
-        if arrival is None:
-            line += [f"not in {last.step} steps: {last.validation_loss:.3f}", "", ""]
-        else:
-            line += [f"{arrival.seconds:.0f} s, {arrival.step} steps", *_speed_ups(race, hook)]
-        lines.append(line)
-    columns = ["hook", "step", "sent per step", "time to that loss", "times faster", "than `bf16`"]
-    return markdown(columns, lines)
+        row = {
+            "hook": f"`{hook}`",
+            "step": race.courses[hook].step_text,
+            "sent per step": f"{last.wire_bytes / last.step / 1e6:.2g} MB",
+            "time to that loss": f"not in {last.step} steps: {last.validation_loss:.3f}",
+        }
+        if arrival is not None:
+            row["time to that loss"] = f"{arrival.seconds:.0f} s, {arrival.step} steps"
+            names = ("times faster", "than `bf16`")
+            row |= dict(zip(names, _speed_ups(race, hook), strict=False))
+        rows.append(row)
+    return table(rows)
 
 
 def _speed_ups(race: Race, hook: str) -> list[str]:
-    """Return how many times faster than plain averaging and ``bf16`` a hook is."""
+    """Return the speed-ups of a hook over plain averaging and over ``bf16``."""
     others = [other for other in (PLAIN, "bf16") if other in race.arrivals]
     return [_times(race.speed_up(hook, other)) for other in others]
 
@@ -219,19 +222,18 @@ def _speed_ups(race: Race, hook: str) -> list[str]:
 def _of_all_races(races: Mapping[str, Race]) -> str:
     """Return a table of all hooks over all links."""
     first = races[HEADLINE]
-    lines = [
-        [
-            f"`{short(hook)}`",
-            *(
-                " / ".join(_speed_ups(race, hook)) if hook in race.arrivals else "never"
-                for race in races.values()
-            ),
-        ]
+    titles = {
+        f"{format_rate(race.about['bits_per_second'])}, {race.about['ranks']} ranks": race
+        for race in races.values()
+    }
+    return table(
+        {"hook": f"`{short(hook)}`"}
+        | {
+            title: " / ".join(_speed_ups(race, hook)) if hook in race.arrivals else "never"
+            for title, race in titles.items()
+        }
         for hook in dict.fromkeys([*first.arrivals, *first.courses])
-    ]
-    abouts = [race.about for race in races.values()]
-    titles = [f"{format_rate(a['bits_per_second'])}, {a['ranks']} ranks" for a in abouts]
-    return markdown(["hook", *titles], lines)
+    )
 
 
 def _headline(race: Race, record: Record) -> str:
@@ -302,21 +304,24 @@ def _kernels(benchmarks: Sequence[Document]) -> dict[str, str]:
     }
 
 
-def _averaging(benchmarks: Sequence[Document]) -> dict[str, str]:
+_AVERAGED = {
+    "test_averaging[Transformer-": "large",
+    "test_averaging[ManySmall-": "small",
+    "test_four_ranks[": "of four",
+}
+
+
+def _averaging(benchmarks: Iterable[Document]) -> dict[str, str]:
     """Return the spans of shares of torch's step over both gradient modes."""
     ratios: dict[str, list[float]] = {}
     for row in benchmarks:
-        size = "large" if "[Transformer-" in row["name"] else "small"
-        hook, _, way = row["extra_info"]["hook"].partition(", ")
+        size = next(size for start, size in _AVERAGED.items() if row["name"].startswith(start))
+        hook, *way = row["extra_info"]["hook"].split(", ")
         if hook == PLAIN:
-            name = ", ".join(filter(None, (f"averaging {size}", way)))
+            name = ", ".join([f"averaging {size}", *way])
             ratios.setdefault(name, []).append(row["extra_info"]["ratio_to_torch"])
-    return {name: f"{min(found):.2f} to {max(found):.2f}" for name, found in ratios.items()}
-
-
-def _four_ranks(benchmarks: Sequence[Document]) -> dict[str, str]:
-    found = {row["extra_info"]["hook"]: row["extra_info"]["ratio_to_torch"] for row in benchmarks}
-    return {"averaging of four, host memory": f"{found['allreduce, host memory']:.2f}"}
+    spans = {name: (f"{min(found):.2f}", f"{max(found):.2f}") for name, found in ratios.items()}
+    return {name: " to ".join(dict.fromkeys(span)) for name, span in spans.items()}
 
 
 def _comparison(measured: Sequence[Document]) -> dict[str, str]:
@@ -325,44 +330,42 @@ def _comparison(measured: Sequence[Document]) -> dict[str, str]:
         seconds.setdefault(row["hook"], {})[row["link"]] = row["step_seconds"]
     hooks = [hook for hook in seconds if hook not in ("bare", "torch")]
     shares = {
-        hook: [
-            seconds[hook][link] / seconds[other][link]
+        hook: {
+            f"{link}: to {shown}": f"{seconds[hook][link] / seconds[other][link]:.2f}"
             for link in ("loopback", "1 Gbit/s")
-            for other in ("torch", "bf16")
-        ]
+            for other, shown in (("torch", "torch's"), ("bf16", "`bf16`"))
+        }
         for hook in hooks
     }
-    columns = ["hook", "loopback: to torch's", "to `bf16`", "1 Gbit/s: to torch's", "to `bf16`"]
-    lines = [[f"`{short(hook)}`", *(f"{s:.2f}" for s in shares[hook])] for hook in hooks]
     compressing = [hook for hook in hooks if hook not in (PLAIN, "bf16")]
+    slower = [h for h in compressing if seconds[h]["loopback"] > seconds["torch"]["loopback"]]
     peaks = {row["hook"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in measured}
     return {
-        "single step": markdown(columns, lines),
-        "slower": str(sum(shares[hook][0] > 1 for hook in compressing)),
+        "single step": table({"hook": f"`{short(hook)}`"} | shares[hook] for hook in hooks),
+        "slower": str(len(slower)),
         "compressing": str(len(compressing)),
-        "loopback int8 to bf16": f"{shares['int8'][1]:.2f}",
+        "loopback int8 to bf16": shares["int8"]["loopback: to `bf16`"],
         **{f"memory {short(hook)}": peak for hook, peak in peaks.items()},
     }
 
 
 def _torch_hooks(document: Document) -> dict[str, str]:
-    rows = {row["hook"]: row for row in document["rows"]}
-    unit = rows["allreduce_hook"]["step_seconds"]
-    lines = []
-    for theirs in document["tried"]:
-        ours = theirs.removesuffix("_hook").removesuffix("_compress").lower()
-        if ours in rows:
-            pair = [rows[ours], rows.get(theirs)]
-            steps = [f"{row['step_seconds'] / unit:.2f}" if row else "fails" for row in pair]
-            losses = [f"{row['validation_loss']:.3f}" if row else "fails" for row in pair]
-            lines.append([f"`{ours}`", f"`{theirs}`", *steps, *losses])
-    columns = ["here", "torch", "step here", "step there", "loss here", "loss there"]
-    trials = []
+    measured = {row["hook"]: row for row in document["rows"]}
+    unit = measured["allreduce_hook"]["step_seconds"]
+    rows, trials = [], []
     for theirs, by_count in document["tried"].items():
-        ends = ("; ".join(f"{n}: {how}" for how, n in found.items()) for found in by_count.values())
-        several, one = ends
-        trials.append([f"`{theirs}`", several, "the same" if several == one else one])
-    return {
-        "torch hooks": markdown(columns, lines),
-        "torch hooks tried": markdown(["hook", "several buckets", "one bucket"], trials),
-    }
+        ours = theirs.removesuffix("_hook").removesuffix("_compress").lower()
+        if ours in measured:
+            row = {"here": f"`{ours}`", "torch": f"`{theirs}`"}
+            pair = {"here": measured[ours], "there": measured.get(theirs)}
+            for where, of in pair.items():
+                row[f"step {where}"] = f"{of['step_seconds'] / unit:.2f}" if of else "fails"
+            for where, of in pair.items():
+                row[f"loss {where}"] = f"{of['validation_loss']:.3f}" if of else "fails"
+            rows.append(row)
+        several, one = (
+            "; ".join(f"{n}: {how}" for how, n in found.items()) for found in by_count.values()
+        )
+        one = "the same" if several == one else one
+        trials.append({"hook": f"`{theirs}`", "several buckets": several, "one bucket": one})
+    return {"torch hooks": table(rows), "torch hooks tried": table(trials)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _UNITS = {
@@ -15,33 +16,22 @@ _UNITS = {
 }
 
 
-def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table of these cells."""
-    return "\n".join(
-        f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *lines]
-    )
-
-
 def table(rows: Iterable[Mapping[str, Any]], *, aligned: bool = True) -> str:
     """Return a table with a column for each key. A column without any value is left out.
 
     ``aligned``: whether columns have the same width in all lines.
     """
     rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
     columns = []
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row):
         cells = [quantity(name, row.get(name)) for row in rows]
         if any(cells):
-            title = name.replace("_", " ")
-            width = max(map(len, [title, *cells])) if aligned else 1
-            columns.append(
-                [title.ljust(width), "-" * width, *(cell.ljust(width) for cell in cells)]
-            )
-    head, rule, *lines = zip(*columns, strict=True)
-    lined = [f"| {' | '.join(line)} |" for line in (head, *lines)]
-    lined.insert(1, f"|-{'-|-'.join(rule)}-|")
-    return "\n".join(lined)
+            cells.insert(0, name.replace("_", " "))
+            width = max(map(len, cells)) if aligned else 0
+            columns.append([cell.ljust(width) for cell in cells])
+    head, *lines = (f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+    rule = re.sub("[^|]", "-", head) if aligned else "| --- " * len(columns) + "|"
+    return "\n".join([head, rule, *lines])
 
 
 def quantity(column: str, value: Any) -> str:

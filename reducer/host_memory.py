@@ -41,7 +41,9 @@ def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | 
     is_connected = False
     if own is not None and len(present) == len(offers):
         with suppress(RuntimeError, OSError):
-            own.connect({rank: address for rank, (of, address) in present.items() if of == identity})
+            own.connect(
+                {rank: address for rank, (of, address) in present.items() if of == identity}
+            )
             is_connected = True
     are_connected = all(values_of_ranks(is_connected, group, device, what))
     return own if own is not None and are_connected and len(own.ranks) > 1 else None

@@ -122,14 +122,20 @@ class Adapter(ABC):
                 "average those; create their embeddings with sparse=False, or use Gloo"
             )
 
-    def install(self, hook: CommHook | TorchHook | None, token: int = 0) -> None:
+    def install(
+        self,
+        hook: CommHook | TorchHook | None,
+        token: int = 0,
+        collector: StatsCollector | None = None,
+    ) -> None:
         """Use ``hook`` from the next step on, in place of the one that is installed.
 
-        ``token``: see :func:`make_runner`. After an error the former hook stays in use.
+        ``token``, ``collector``: see :func:`make_runner`. After an error the former hook stays in
+        use.
         """
         runner = target = None
         if isinstance(hook, CommHook) and (target := self._stand_in(hook)) is None:
-            target = runner = make_runner(hook, self.group, self.device, token)
+            target = runner = make_runner(hook, self.group, self.device, token, collector)
         try:
             self._use(hook, target)
         except BaseException:

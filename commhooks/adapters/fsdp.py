@@ -176,7 +176,7 @@ class FSDPAdapter(Adapter):
         self._last = None
         for unit in self._units:
             if not self._is_attached:
-                unit.attach(self.group, functools.partial(self._reduce, unit))
+                unit.attach(self._group, functools.partial(self._reduce, unit))
             unit.fill_unused(target is not None and target is not hook)
         self._is_attached = True
 

@@ -110,6 +110,32 @@ class KeepsOwn(Protocol):
         """
 
 
+@runtime_checkable
+class Elastic(Protocol):
+    """A hook under which ranks may come and go between the steps in which it sends.
+
+    A rank that comes gets the parameters of another one, and its :meth:`common_state`.
+    """
+
+    def sends(self, step: int) -> bool:
+        """Return whether ranks send in this step, among members that must be known before it."""
+
+    def takes(self, step: int) -> bool:
+        """Return whether the results of an earlier step are used in this step."""
+
+    def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the part of ``state`` that a rank gets that comes."""
+
+    def follow_commits(self) -> None:
+        """From now on, undo in ``recover()`` what has changed since the last ``commit()``.
+
+        Exchanges that are on their way are undone as well. Nested hooks recover as ever.
+        """
+
+    def commit(self) -> None:
+        """Keep what steps have changed. Exchanges that are still on their way can be undone."""
+
+
 class Hook(Protocol):
     """What this module needs of a :class:`~commhooks.CommHook`, which imports it."""
 

@@ -12,16 +12,33 @@ and forms a new quorum for the next one.
 
 Note [Members that come and go]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each quorum has a new process group. When it has changed, every member calls ``recover()`` of its
-hook before the first bucket: the hook discards what has to be the same on all ranks, such as the
-factors of ``powersgd``, which a new member does not have. Errors belong to the rank that made them:
-those of members that have left are gone, and the others keep theirs. A member that is still
-receiving the model takes part with zeros, and the average is divided by the others only.
+Each quorum has a new process group, and the hook gets connections of its own for it. When it has
+changed, every member calls ``recover()`` of its hook before the first bucket: the hook discards
+what has to be the same on all ranks, such as the factors of ``powersgd``, which a new member does
+not have. Errors belong to the rank that made them: those of members that have left are gone, and
+the others keep theirs. A member that is still receiving the model takes part with zeros, and the
+average is divided by the others only.
 
 A step that is not committed has changed the errors of the hook nevertheless, as a step that fails
 does elsewhere: what it has sent is lost like the gradients of that step.
+
+Note [Members between boundaries]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``local_sgd`` and ``diloco`` train in local steps, of which the manager knows nothing, up to a step
+in which they send or take something. See :class:`~commhooks.hook.capabilities.Elastic`::
+
+    forward        manager.start_quorum()      if the hook sends in this step
+                   recover(), connect          if that is a new quorum
+    backward       the hook on each bucket
+    its end        manager.should_commit()     if the hook has sent or taken: commit() or recover()
+
+So these hooks need an optimizer that is not torchft's. A member that comes gets the parameters from
+the user's functions, and from ours the state of the hook and the number of the step, by which all
+members agree where the next boundary is. After an error nothing is sent before the next quorum, and
+the local gradients are used. Why: docs/design/2026-11-26-elastic-diloco.md.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
@@ -39,11 +56,15 @@ except ImportError as error:
         "commhooks.integrations.torchft needs the package torchft: pip install torchft-nightly"
     ) from error
 
+from commhooks.adapters.adapter import Adapter
+from commhooks.adapters.fsdp import FSDPAdapter
+from commhooks.adapters.fsdp_units import Unit
 from commhooks.adapters.handle import HookHandle, check_unused, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, check_nesting, tree
-from commhooks.hook.capabilities import declares
+from commhooks.hook.capabilities import Elastic, declares
+from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.runner import Runner
@@ -55,8 +76,10 @@ from reducer.construction import sparse_parameters
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Average the gradients of a replica over the replicas of a torchft Manager, by a hook.
 
-    Use it like ``torchft.DistributedDataParallel``, with torchft's optimizer wrapper. The hook runs
-    on the thread of backward. Buckets are never rebuilt, so that those of a new replica match.
+    Use it like ``torchft.DistributedDataParallel``, with torchft's optimizer wrapper. With the
+    hooks ``local_sgd`` and ``diloco``, which call the manager themselves, use the optimizer without
+    that wrapper, and a manager with ``use_async_quorum=False``. Backward waits for each bucket.
+    Buckets are never rebuilt, so that those of a new replica match.
     ``commhooks.handle_of(model)`` has ``hook``, ``stats()`` and ``trace()``; its other methods
     raise an error that says why.
 
@@ -70,8 +93,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: The options of a named hook.
 
     Raises:
-        CommHookError: The hook leaves models different between ranks, or needs nodes, or gradients
-            are sparse.
+        CommHookError: The hook leaves models different between ranks, and is neither ``local_sgd``
+            nor ``diloco``; it needs nodes; gradients are sparse; or the manager forms quorums in
+            the background, and the hook has to know the members before a step.
         UnknownHookError, CommHookOptionError: See :func:`create`.
     """
 
@@ -87,7 +111,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: Any,
     ) -> None:
         made = hook if isinstance(hook, CommHook) else create(hook, **options)
-        _check(made)
+        _check(made, manager)
         super().__init__(
             module,
             process_group=ProcessGroupDummy(0, 1),
@@ -100,9 +124,49 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 f"the gradients of {', '.join(names)} are sparse, which is not supported here; "
                 "create their embeddings with sparse=False"
             )
-        averager = _Averager(manager, replicas, made, self)
+        averager = _Averager(self)
         check_unused(made, averager)
+        averager.follow(manager, replicas, made, self)
         keep(self, _Handle(self, averager))
+
+
+def register(
+    manager: Manager,
+    replicas: ProcessGroupWrapper,
+    model: nn.Module,
+    hook: str | Mapping[str, Any] | CommHook,
+    /,
+    **options: Any,
+) -> HookHandle:
+    """Let ``local_sgd`` or ``diloco`` average a model that each replica has sharded by itself.
+
+    Call it on every rank. Each rank has a manager, with its rank in the replica as ``rank``, whose
+    process group connects the ranks that have the same shards in other replicas.
+
+    Args:
+        manager: The manager of this rank.
+        replicas: The process group that the manager has.
+        model: The root module, after ``fully_shard`` over a mesh of one dimension.
+        hook: The name of the hook, a config, or a :class:`CommHook`.
+        **options: The options of a named hook.
+
+    Raises:
+        CommHookError: The model is not sharded so, or it is another hook.
+        UnknownHookError, CommHookOptionError: See :func:`create`.
+    """
+    made = hook if isinstance(hook, CommHook) else create(hook, **options)
+    _check(made, manager)
+    if not isinstance(made, Elastic):
+        raise CommHookError(
+            f"hook {made!r} averages in every step, which is not supported here for sharded "
+            "models; use `local_sgd` or `diloco`"
+        )
+    averager = _ShardedAverager(model)
+    check_unused(made, averager)
+    averager.follow(manager, replicas, made, model)
+    handle = _Handle(model, averager)
+    keep(model, handle)
+    return handle
 
 
 class _Handle(HookHandle):
@@ -130,108 +194,224 @@ class _Handle(HookHandle):
         )
 
 
-class _Replicas:
-    """The present process group of a manager, as hooks and their runner see it."""
+class _Members(Adapter):
+    """The part of both adapters that follows the quorums of a manager.
 
-    def __init__(self, group: ProcessGroupWrapper) -> None:
-        self._group = group
+    Call :meth:`follow` after the adapter's constructor.
+    """
+
+    _manager: Manager
+    _replicas: ProcessGroupWrapper
+    _elastic: Elastic | None
+    _token: int
+    _followed: dist.ProcessGroup | None  # the members that the runner connects
+    _begun: int  # the last step that has begun
+
+    def follow(
+        self, manager: Manager, replicas: ProcessGroupWrapper, hook: CommHook, model: nn.Module
+    ) -> None:
+        """Let ``hook`` average over the members of the manager's quorums."""
+        self._manager = manager
+        self._replicas = replicas
+        self.hook = hook
+        self._elastic = hook if isinstance(hook, Elastic) else None
+        self._followed = None
+        self._begun = -1
+        self._token = _models[replicas] = _models.get(replicas, 0) + 1
+        if self._elastic is not None:
+            self._elastic.follow_commits()
+            manager.register_state_dict_fn(f"commhooks{self._token}", self._load, self._save)
+            model.register_forward_pre_hook(self._begin_step, prepend=True)
 
     @property
-    def parent(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         try:
-            parent: dist.ProcessGroup = self._group.parent
+            parent: dist.ProcessGroup = self._replicas.parent
         except AssertionError as error:
             raise CommHookError("there has been no quorum; train a step first") from error
         return parent
 
-    def rank(self) -> int:
-        return self.parent.rank()
+    def stats(self) -> HookStats:
+        return self._collector.stats(1 if self._followed is None else self._followed.size())
 
-    def size(self) -> int:
-        return self.parent.size()
+    def _reports(self, step: Callable[[], Any]) -> None:
+        """Report an error to the manager. It raises nothing: the step is not committed."""
+        if self._manager.errored():
+            return
+        try:
+            step()
+        except Exception as error:
+            self._manager.report_error(error)
+            if self._runner is not None:
+                self._runner.abandon()  # so that the other members do not wait
 
-    def _get_backend(self, _: torch.device) -> "_Replicas":
-        return self
+    def _follow_members(self) -> None:
+        """Connect the members if they have changed: Note [Members that come and go]."""
+        if self.group is self._followed:
+            return
+        hook = cast("CommHook", self.hook)
+        if self._runner is None:
+            prepare(hook, self.parameters, self.group, self.roles, self.units)
+        else:
+            with self.between_steps():
+                hook.recover()
+        self.install(hook, self._token, self._collector)
+        self._followed = self.group
 
-    def name(self) -> str:
-        return "torchft"
+    def _begin_step(self, *_: Any) -> None:
+        """Form a quorum before the first forward of a step in which the hook sends."""
+        assert self._elastic is not None
+        if not torch.is_grad_enabled() or self._begun == self.steps:
+            return
+        if self._elastic.sends(self.steps):
+            self._manager.start_quorum()
+            self._reports(self._follow_members)
+        self._begun = self.steps
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent, name)
+    def _end_step_of_members(self, step: int) -> None:
+        """Commit the step if ranks have sent or taken something in it, or undo it."""
+        if self._elastic is None or not (self._elastic.sends(step) or self._elastic.takes(step)):
+            return
+        if self._manager.should_commit():
+            self._elastic.commit()
+        else:
+            with self.between_steps():
+                cast("CommHook", self.hook).recover()
+
+    def _save(self) -> dict[str, Any]:
+        assert self._elastic is not None
+        state = {name: dict(entry) for name, entry in self._elastic.common_state().items()}
+        return {"steps": self.steps, "state": state}
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        with self.between_steps():
+            cast("CommHook", self.hook).state = {
+                name: {key: tensor.clone() for key, tensor in entry.items()}
+                for name, entry in saved["state"].items()
+            }
+        self.steps = saved["steps"]
 
 
-class _Averager(TorchDDPAdapter):
+class _Averager(_Members, TorchDDPAdapter):
     """Runs the hook on each bucket of torch's reducer."""
 
-    def __init__(
-        self,
-        manager: Manager,
-        replicas: ProcessGroupWrapper,
-        hook: CommHook,
-        model: nn.parallel.DistributedDataParallel,
-    ) -> None:
-        super().__init__(model)
-        self._manager = manager
-        self._replicas = _Replicas(replicas)
-        self._group = cast("dist.ProcessGroup", self._replicas)
-        self.hook: CommHook = hook
-        self._members: dist.ProcessGroup | None = None  # of the last step
-
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
-        self._reports(self._manager.wait_quorum)
-        self.steps = self._manager.current_step()
+        if self._elastic is None:
+            self._reports(self._manager.wait_quorum)
+            self.steps = self._manager.current_step()
+            self._reports(self._follow_members)
         return super().run(bucket)
 
-    def stats(self) -> HookStats:
-        return self._collector.stats(1 if self._members is None else self._replicas.size())
-
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
-        self._reports(lambda: self._run_hook(own))
+        if self._elastic is None:
+            self._reports(lambda: self._average_participants(own))
+        else:
+            own_gradients = own.buffer().clone() if self._elastic.sends(self.steps) else None
+            self._reports(lambda: self._run_hook(own))
+            if own_gradients is not None and self._manager.errored():
+                own.buffer().copy_(own_gradients)
         return completed(bucket.buffer())
 
-    def _reports(self, step: Callable[[], None]) -> None:
-        """Report an error to the manager. It raises nothing: the step is not committed."""
-        if not self._manager.errored():
-            try:
-                step()
-            except Exception as error:
-                self._manager.report_error(error)
-
-    def _run_hook(self, bucket: GradBucket) -> None:
+    def _average_participants(self, bucket: GradBucket) -> None:
         flat = bucket.buffer()
         if not self._manager.is_participating():
             flat.zero_()
-        average = self._follow_members()(bucket).wait().view(-1)
-        if average is not flat:
-            flat.copy_(average)
+        self._run_hook(bucket)
         present = self._manager.num_participants()
-        if present != self._replicas.size():
-            flat.mul_(self._replicas.size() / present)
+        if present != self.group.size():
+            flat.mul_(self.group.size() / present)
 
-    def _follow_members(self) -> Runner:
-        """Recover if the members have changed: Note [Members that come and go]."""
-        if self._runner is None:
-            prepare(self.hook, self.parameters, self.group, self.roles)
-            self.install(self.hook)
-        elif self._members is not self._replicas.parent:
-            with self.between_steps():
-                self.hook.recover()
-        self._members = self._replicas.parent
+    def _run_hook(self, bucket: GradBucket) -> None:
         assert self._runner is not None
-        return self._runner
+        average = self._runner(bucket).wait().view(-1)
+        if average.data_ptr() != bucket.buffer().data_ptr():
+            bucket.buffer().copy_(average)
+
+    def _vote(self, runner: Runner) -> None:
+        self._reports(lambda: runner.end_step(self._launched, self.steps).wait())
+
+    def _finish_step(self) -> None:
+        step = self.steps
+        super()._finish_step()
+        self._end_step_of_members(step)
 
 
-def _check(hook: CommHook) -> None:
+class _ShardedAverager(_Members, FSDPAdapter):
+    """Runs the hook on the shards of a model that ``fully_shard`` has sharded in each replica.
+
+    FSDP sees one replica, so local gradients are scaled as in a model that is only sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, ProcessGroupDummy(0, 1))
+        self.install(None)
+
+    def _use(self, hook: Any, target: Any) -> None:
+        super()._use(hook, target)
+        for unit in self._units:
+            unit.fill_unused(True)
+
+    def _reduce(self, unit: Unit, flat: Tensor, operation: Any) -> None:  # noqa: ARG002
+        assert self._elastic is not None
+        own_gradients = flat.clone() if self._elastic.sends(self.steps) else None
+        super()._reduce(unit, flat, dist.ReduceOp.AVG)
+        self._reports(self._raise_failure)
+        if own_gradients is not None and self._manager.errored():
+            flat.copy_(own_gradients)
+
+    def _reduce_by_hook(self, runner: Runner, unit: Unit, *arguments: Any) -> None:
+        if self._manager.errored():
+            _, flat, shards, operation = arguments
+            self._follow_step(unit, set(shards))
+            self._average(self._part(unit, flat, shards, set(shards)), operation)
+        else:
+            super()._reduce_by_hook(runner, unit, *arguments)
+
+    def _with_gradient(self, unit: Unit, names: list[str], own: set[str]) -> set[str]:  # noqa: ARG002
+        return set(names)  # zeros without a gradient; replicas are not asked in local steps
+
+    def _average(self, part: BucketPart, operation: Any) -> None:  # noqa: ARG002
+        """Count the bucket: its gradients stay those of this replica."""
+        self._next_bucket(part)
+
+    def _end_step(self, runner: Runner) -> None:
+        self._reports(lambda: runner.end_step(self._buckets, self._step).wait())
+        self._reports(self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        failure, self._error = self._error, None
+        if failure is not None:
+            raise failure
+
+    def _end_backward(self, *, succeeded: bool) -> None:
+        launched = self._launched
+        super()._end_backward(succeeded=succeeded)
+        if launched and succeeded:
+            self._end_step_of_members(self._step)
+
+
+def _check(hook: CommHook, manager: Manager) -> None:
     """Raise CommHookError if the hook cannot work while replicas come and go."""
     check_nesting(hook)
+    is_elastic = isinstance(hook, Elastic)
     for each in tree(hook):
-        if not each.consensus or declares(each, "changes_parameters"):
+        is_outer = is_elastic and each is hook
+        if not is_outer and (not each.consensus or declares(each, "changes_parameters")):
             raise CommHookError(
                 f"hook {each!r} lets models differ between replicas, but a new replica gets the "
-                "model of one of them; use a hook that averages gradients"
+                "model of one of them; use a hook that averages gradients, `local_sgd` or `diloco`"
             )
-        if hasattr(each, "ranks_per_node"):
+        if hasattr(each, "ranks_per_node") and not (is_outer and each.ranks_per_node == 1):
             raise CommHookError(
                 f"hook {each!r} needs equal nodes, and the number of replicas changes with each "
                 "quorum"
             )
+    if is_elastic and manager._use_async_quorum:  # noqa: SLF001
+        raise CommHookError(
+            f"hook {hook!r} needs to know the members before a step; create the manager with "
+            "use_async_quorum=False"
+        )
+
+
+_models: weakref.WeakKeyDictionary[ProcessGroupWrapper, int] = weakref.WeakKeyDictionary()
+"""The number of models that average over a process group."""

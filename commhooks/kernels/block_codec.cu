@@ -13,7 +13,6 @@
 //
 // The y axis of the grid counts the parts of the numbers, the x axis the blocks of a part.
 #include "codecs/fp4.h"
-#include "codecs/fp8.h"
 #include "codecs/levels.h"
 #include "codecs/natural.h"
 #include "codecs/sign.h"

@@ -69,16 +69,22 @@ class Runner(Protocol):
 
 
 def make_runner(
-    hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+    hook: CommHook,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    token: int,
+    collector: StatsCollector | None = None,
 ) -> Runner:
     """Return a runner for ``hook``, as the backend of ``group`` for ``device`` needs it.
 
     ``token`` is a number that is the same on all ranks and that no other runner uses. Collective:
-    connects the stage groups that the hook is known to need.
+    connects the stage groups that the hook is known to need. ``collector``: that of an earlier
+    runner of the hook, to continue its statistics.
     """
     backend = group._get_backend(device).name()  # noqa: SLF001
     is_threaded = backend == "gloo" and group.size() > 1
-    runner = (ThreadedRunner if is_threaded else StreamRunner)(hook, group, device, token)
+    kind = ThreadedRunner if is_threaded else StreamRunner
+    runner = kind(hook, group, device, token, collector)
     try:
         runner.connect(hook.collectives(group.rank(), group.size()))
     except BaseException:

@@ -54,9 +54,14 @@ class StreamRunner:
     """
 
     def __init__(
-        self, hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+        self,
+        hook: CommHook,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        token: int,
+        collector: StatsCollector | None = None,
     ) -> None:
-        self.collector = StatsCollector()
+        self.collector = collector or StatsCollector()
         self.name = hook.name
         self.checks_finite = declares(hook, "checks_finite")
         self._is_capturable = all_declare(hook, "capturable")

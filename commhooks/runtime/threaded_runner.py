@@ -52,12 +52,18 @@ class ThreadedRunner:
         group: The ranks to average over.
         device: The device of the buckets.
         token: A number that is the same on all ranks and that no other runner uses.
+        collector: What records the costs; by default a new one.
     """
 
     def __init__(
-        self, hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+        self,
+        hook: CommHook,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        token: int,
+        collector: StatsCollector | None = None,
     ) -> None:
-        self.collector = StatsCollector()
+        self.collector = collector or StatsCollector()
         self.name = hook.name
         self.checks_finite = declares(hook, "checks_finite")
         self._times_launches = any_declares(hook, "times_launches")

@@ -22,9 +22,9 @@ void* data_or_null(const std::optional<at::Tensor>& tensor) {
 
 CpuBlockCodec::CpuBlockCodec(const Format& format, int64_t block_size) : block_size_(block_size) {
   for (const auto make : {level_loops, float_loops, sign_loops}) {
-    loops_ = loops_ == nullptr ? make(format) : std::move(loops_);
+    loops_ = loops_ ? std::move(loops_) : make(format);
   }
-  TORCH_CHECK(loops_ != nullptr, "Expected the name of codes, found '", format.codes, "'.");
+  TORCH_CHECK(loops_.has_value(), "Expected the name of codes, found '", format.codes, "'.");
 }
 
 void CpuBlockCodec::encode(

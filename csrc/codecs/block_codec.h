@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -56,12 +56,10 @@ struct DecodeCall {
   bool is_double;
 };
 
-// The loops over blocks [begin, end) of one family of codecs.
-class BlockLoops {
- public:
-  virtual ~BlockLoops() = default;
-  virtual void encode(const EncodeCall& call, int64_t begin, int64_t end) const = 0;
-  virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
+// The loops over blocks [begin, end) for one codec.
+struct BlockLoops {
+  std::function<void(const EncodeCall&, int64_t begin, int64_t end)> encode;
+  std::function<void(const DecodeCall&, int64_t begin, int64_t end)> decode;
 };
 
 // A declaration of commhooks/codecs/formats.py.
@@ -74,10 +72,10 @@ struct Format {
                  // mean scale, and to zero if there are as many of each
 };
 
-// Each returns null for the formats of the others. They are compiled apart, in parallel.
-std::unique_ptr<BlockLoops> level_loops(const Format& format);
-std::unique_ptr<BlockLoops> float_loops(const Format& format);
-std::unique_ptr<BlockLoops> sign_loops(const Format& format);
+// Each returns nothing for the formats of the others. They are compiled apart, in parallel.
+std::optional<BlockLoops> level_loops(const Format& format);
+std::optional<BlockLoops> float_loops(const Format& format);
+std::optional<BlockLoops> sign_loops(const Format& format);
 
 // The form of messages is that of BlockCodec in commhooks/codecs/block.py, which checks the
 // arguments: all tensors are on the CPU and contiguous; values, error and kept are flat, and have
@@ -119,7 +117,7 @@ class CpuBlockCodec {
       void* kept) const;
   int64_t grain() const;  // the least number of blocks for one thread
 
-  std::unique_ptr<BlockLoops> loops_;
+  std::optional<BlockLoops> loops_;
   int64_t block_size_;
 };
 

@@ -7,32 +7,26 @@
 namespace commhooks {
 
 template <typename Codec, Several several = Several::kMean>
-class CodecLoops final : public BlockLoops {
- public:
-  explicit CodecLoops(const Codec& codec = {}) : codec_(codec) {}
-
-  void encode(const EncodeCall& call, int64_t begin, int64_t end) const override {
-    on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
-      if (call.is_double) {
-        encode_blocks<decltype(set), double>(codec_, call, begin, end);
-      } else {
-        encode_blocks<decltype(set), float>(codec_, call, begin, end);
-      }
-    });
-  }
-
-  void decode(const DecodeCall& call, int64_t begin, int64_t end) const override {
-    on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
-      if (call.is_double) {
-        decode_blocks<decltype(set), double, several>(codec_, call, begin, end);
-      } else {
-        decode_blocks<decltype(set), float, several>(codec_, call, begin, end);
-      }
-    });
-  }
-
- private:
-  Codec codec_;
-};
+BlockLoops loops_of(const Codec& codec = {}) {
+  return {
+      [codec](const EncodeCall& call, int64_t begin, int64_t end) {
+        on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+          if (call.is_double) {
+            encode_blocks<decltype(set), double>(codec, call, begin, end);
+          } else {
+            encode_blocks<decltype(set), float>(codec, call, begin, end);
+          }
+        });
+      },
+      [codec](const DecodeCall& call, int64_t begin, int64_t end) {
+        on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+          if (call.is_double) {
+            decode_blocks<decltype(set), double, several>(codec, call, begin, end);
+          } else {
+            decode_blocks<decltype(set), float, several>(codec, call, begin, end);
+          }
+        });
+      }};
+}
 
 }  // namespace commhooks

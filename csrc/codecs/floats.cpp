@@ -1,25 +1,16 @@
 #include "codecs/codec_loops.h"
 #include "kernels/codecs/fp4.h"
-#include "kernels/codecs/fp8.h"
 
 namespace commhooks {
-namespace {
 
-template <typename Codec>
-std::unique_ptr<BlockLoops> loops() {
-  return std::make_unique<CodecLoops<Codec>>();
-}
-
-}  // namespace
-
-std::unique_ptr<BlockLoops> float_loops(const Format& format) {
+std::optional<BlockLoops> float_loops(const Format& format) {
   const std::string& codes = format.codes;
-  return codes == "E4M3" ? loops<codecs::E4M3>()
-      : codes == "E5M2"  ? loops<codecs::E5M2>()
-      : codes == "E3M0"  ? loops<codecs::E3M0>()
-      : codes == "Mxfp4" ? loops<codecs::Mxfp4>()
-      : codes == "Nvfp4" ? loops<codecs::Nvfp4>()
-                         : nullptr;
+  return codes == "E4M3" ? std::optional(loops_of<codecs::E4M3>())
+      : codes == "E5M2"  ? std::optional(loops_of<codecs::E5M2>())
+      : codes == "E3M0"  ? std::optional(loops_of<codecs::E3M0>())
+      : codes == "Mxfp4" ? std::optional(loops_of<codecs::Mxfp4>())
+      : codes == "Nvfp4" ? std::optional(loops_of<codecs::Nvfp4>())
+                         : std::nullopt;
 }
 
 }  // namespace commhooks

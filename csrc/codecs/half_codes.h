@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codecs/blocks.h"
-#include "kernels/codecs/fp8.h"
+#include "kernels/codecs/small_float.h"
 
 #ifdef COMMHOOKS_X86
 #include <immintrin.h>

@@ -6,14 +6,13 @@ namespace commhooks {
 namespace {
 
 template <int bits, bool stochastic>
-std::unique_ptr<BlockLoops> loops(const Format& format) {
-  using Codec = codecs::Levels<bits, stochastic>;
-  return std::make_unique<CodecLoops<Codec>>(Codec{format.norm, format.levels, format.clip});
+std::optional<BlockLoops> loops(const Format& format) {
+  return loops_of(codecs::Levels<bits, stochastic>{format.norm, format.levels, format.clip});
 }
 
 }  // namespace
 
-std::unique_ptr<BlockLoops> level_loops(const Format& format) {
+std::optional<BlockLoops> level_loops(const Format& format) {
   const std::string& codes = format.codes;
   return codes == "Levels<2, false>" ? loops<2, false>(format)
       : codes == "Levels<2, true>"   ? loops<2, true>(format)
@@ -21,7 +20,7 @@ std::unique_ptr<BlockLoops> level_loops(const Format& format) {
       : codes == "Levels<4, true>"   ? loops<4, true>(format)
       : codes == "Levels<8, false>"  ? loops<8, false>(format)
       : codes == "Levels<8, true>"   ? loops<8, true>(format)
-                                     : nullptr;
+                                     : std::nullopt;
 }
 
 }  // namespace commhooks

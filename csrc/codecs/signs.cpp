@@ -5,18 +5,15 @@
 
 namespace commhooks {
 
-std::unique_ptr<BlockLoops> sign_loops(const Format& format) {
+std::optional<BlockLoops> sign_loops(const Format& format) {
   if (format.codes == "Natural") {
-    return std::make_unique<CodecLoops<codecs::Natural>>();
+    return loops_of<codecs::Natural>();
   }
   if (format.codes != "Sign") {
-    return nullptr;
+    return std::nullopt;
   }
   const codecs::Sign codec{format.norm};
-  if (format.is_vote) {
-    return std::make_unique<CodecLoops<codecs::Sign, Several::kMajority>>(codec);
-  }
-  return std::make_unique<CodecLoops<codecs::Sign>>(codec);
+  return format.is_vote ? loops_of<codecs::Sign, Several::kMajority>(codec) : loops_of(codec);
 }
 
 }  // namespace commhooks

@@ -37,18 +37,6 @@ void convert_elements(const void* source, void* destination, int64_t numel, doub
   }
 }
 
-template <size_t element_size>
-void copy(const void* source, void* destination, int64_t numel, double /*scale*/) {
-  if (source != destination) {
-    std::memcpy(destination, source, static_cast<size_t>(numel) * element_size);
-  }
-}
-
-template <size_t element_size>
-void copy_streaming(const void* source, void* destination, int64_t numel, double /*scale*/) {
-  stream_bytes(source, destination, static_cast<size_t>(numel) * element_size);
-}
-
 template <typename From>
 Kernel kernel_from(c10::ScalarType to) {
   switch (to) {
@@ -65,21 +53,9 @@ Kernel kernel_from(c10::ScalarType to) {
   }
 }
 
-Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, bool stream) {
-  if (from == to && scale == 1.0) {
-    switch (c10::elementSize(from)) {
-      case 2:
-        return stream ? copy_streaming<2> : copy<2>;
-      case 4:
-        return stream ? copy_streaming<4> : copy<4>;
-      case 8:
-        return stream ? copy_streaming<8> : copy<8>;
-      default:
-        break;
-    }
-  }
+Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to) {
   if (from == c10::kFloat && to == c10::kFloat) {
-    return stream ? scale_float_streaming : scale_float;
+    return scale_float;
   }
   if (from == c10::kFloat && to == c10::kBFloat16) {
     return float_to_bfloat16;
@@ -143,40 +119,56 @@ bool all_finite(const void* numbers, int64_t numel, c10::ScalarType type) {
 class Conversion {
  public:
   Conversion(c10::ScalarType from, c10::ScalarType to, double scale, bool stream, bool checks)
-      : from_(from),
-        to_(to),
+      : to_(to),
+        from_size_(static_cast<int64_t>(c10::elementSize(from))),
+        to_size_(static_cast<int64_t>(c10::elementSize(to))),
         scale_(scale),
         checks_(checks),
         // Numbers are checked where they were written, so they have to be in a cache there.
-        kernel_(choose_kernel(from, to, scale, stream && !checks)),
-        // Numbers that are converted in place have just been read, so they are in a cache.
-        kernel_in_place_(choose_kernel(from, to, scale, /*stream=*/false)) {}
+        streams_(stream && !checks),
+        copies_(from == to && scale == 1.0),
+        kernel_(choose_kernel(from, to)) {}
 
   bool run(const char* source, char* destination, int64_t numel) const {
-    const Kernel kernel = source == destination ? kernel_in_place_ : kernel_;
     if (!checks_) {
-      kernel(source, destination, numel, scale_);
+      write(source, destination, numel);
       return true;
     }
-    const auto from_size = static_cast<int64_t>(c10::elementSize(from_));
-    const auto to_size = static_cast<int64_t>(c10::elementSize(to_));
     bool finite = true;
     for (int64_t start = 0; start < numel; start += kTileElements) {
       const int64_t tile = std::min(kTileElements, numel - start);
-      char* out = destination + start * to_size;
-      kernel(source + start * from_size, out, tile, scale_);
+      char* out = destination + start * to_size_;
+      write(source + start * from_size_, out, tile);
       finite &= all_finite(out, tile, to_);
     }
     return finite;
   }
 
  private:
-  c10::ScalarType from_;
+  void write(const char* source, char* destination, int64_t numel) const {
+    // Numbers that are converted in place have just been read, so they are in a cache.
+    const bool is_in_place = source == destination;
+    const bool streams = streams_ && !is_in_place;
+    const auto bytes = static_cast<size_t>(numel * to_size_);
+    if (!copies_) {
+      const bool has_streaming = kernel_ == scale_float;
+      const Kernel kernel = streams && has_streaming ? scale_float_streaming : kernel_;
+      kernel(source, destination, numel, scale_);
+    } else if (streams) {
+      stream_bytes(source, destination, bytes);
+    } else if (!is_in_place) {
+      std::memcpy(destination, source, bytes);
+    }
+  }
+
   c10::ScalarType to_;
+  int64_t from_size_;
+  int64_t to_size_;
   double scale_;
   bool checks_;
+  bool streams_;
+  bool copies_;
   Kernel kernel_;
-  Kernel kernel_in_place_;
 };
 
 }  // namespace

@@ -26,7 +26,6 @@ from bench.fidelity.runs import (  # noqa: E402
     spread,
 )
 from bench.fidelity.tasks import TASKS  # noqa: E402
-from bench.tables import markdown  # noqa: E402
 from commhooks import algorithms  # noqa: E402
 
 PAGES = ROOT / "docs" / "hooks"
@@ -101,7 +100,7 @@ def facts(name: str) -> str:
     }
     if info.needs:
         rows["needs"] = ", ".join(info.needs)
-    lines = [info.summary, "", markdown(list(rows), [list(rows.values())])]
+    lines = [info.summary, "", summary.table([rows])]
     if losing := tasks_beyond(name):
         tasks = ", ".join(losing)
         lines += ["", "> [!WARNING]"]
@@ -124,13 +123,14 @@ def options(name: str) -> str:
         default = "required" if option.required else f"`{option.default!r}`"
         limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
         kind = option.type.replace("|", "or") + (f" ({limits})" if limits else "")
-        rows.append([f"`{option.name}`", kind, default, _inline(option.text)])
-    return markdown(["option", "type", "default", "meaning"], rows)
+        row = {"option": f"`{option.name}`", "type": kind, "default": default}
+        rows.append(row | {"meaning": _inline(option.text)})
+    return summary.table(rows)
 
 
 def _inline(text: str) -> str:
     """Return a docstring as one line of Markdown for a table."""
-    return " ".join(text.replace("``", "`").replace("|", "\\|").split())
+    return " ".join(text.replace("``", "`").split())
 
 
 def cost(name: str) -> str:
@@ -143,16 +143,20 @@ def fidelity(name: str) -> str:
         return "Exact." if commhooks.describe(name).lossless else "Not measured."
     found = by_task.values()
     trained = next(iter(found)).trained.description
+    cells: dict[str, Callable[[Row], str]] = {
+        "change of the loss": lambda row: _percent(row.change, bold=MUCH),
+        "by seed": lambda row: ", ".join(map(_percent, row.changes)),
+        "bytes sent": lambda row: share_in_percent(row.byte_share),
+    }
     rows = [
-        ["change of the loss", *(_percent(row.change, bold=MUCH) for row in found)],
-        ["by seed", *(", ".join(map(_percent, row.changes)) for row in found)],
-        ["bytes sent", *(share_in_percent(row.byte_share) for row in found)],
+        {"": name} | {task: cell(row) for task, row in by_task.items()}
+        for name, cell in cells.items()
     ]
     text = (
         f"{trained}, warm-ups included "
         "([how this was measured](index.md#how-fidelity-was-measured)):"
     )
-    return "\n".join([text, "", markdown(["", *by_task], rows)])
+    return "\n".join([text, "", summary.table(rows)])
 
 
 def source(name: str) -> str:
@@ -181,12 +185,13 @@ def overview(_: str) -> str:
             info = commhooks.describe(name)
             by_task = _measured().get(name, {})
             unknown = "exact" if info.lossless else "-"
-            losses = [
-                _percent(by_task[task].change, bold=MUCH) if task in by_task else unknown
+            losses = {
+                task: _percent(by_task[task].change, bold=MUCH) if task in by_task else unknown
                 for task in TASKS
-            ]
-            rows.append([f"[`{name}`]({name}.md)", info.wire, *losses, _byte_shares(by_task)])
-        parts += [markdown(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
+            }
+            row = {"hook": f"[`{name}`]({name}.md)", "sends": info.wire, **losses}
+            rows.append(row | {"bytes sent": _byte_shares(by_task)})
+        parts += [summary.table(rows), ""]
     return "\n".join(parts).rstrip()
 
 

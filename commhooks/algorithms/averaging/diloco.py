@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus
+from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.capabilities import KnowsModel, any_declares
 from commhooks.hook.derived_bucket import Progress, bucket_with
 from commhooks.hook.options import Limits
@@ -118,6 +118,8 @@ class DiLoCo(KnowsModel, LocalSteps):
         # With `eager`, whether the last average of a parameter was finite, () bool.
         self._has_common_anchor: dict[str, HostCopy] = {}
         self._has_recovered = False
+        # Of messages that are not committed, by key: their parameters, and states of inner hooks.
+        self._sent: dict[str, tuple[Sequence[str], list[Kept]]] = {}
         if self.delay > self.period:
             raise CommHookOptionError(
                 f"option 'delay' of hook {self.name!r}: expected at most the period, "
@@ -201,7 +203,7 @@ class DiLoCo(KnowsModel, LocalSteps):
         self, parameters: Mapping[str, Tensor], step: int, comm: Communicator
     ) -> Tensor:
         """Begin with parameters that are the same on all ranks; return whether they are finite."""
-        finite = await self.average(list(parameters.values()), step, comm)
+        finite = await self.average(parameters, step, comm)
         if is_known_false(finite):
             return finite
         for name, parameter in parameters.items():
@@ -288,6 +290,8 @@ class DiLoCo(KnowsModel, LocalSteps):
         self._pending |= pending_of(comm.begin(average), part)
 
     async def _average(self, part: GradBucket, comm: Communicator) -> Tensor:
+        if self._follows_commits:
+            self._sent[part.key] = part.names, kept(self.inner, [*part.names, part.key])
         own = part.buffer().clone()
         average = await self.inner.reduce(part, comm.within(self.inner, key=part.key))
         average = average.view(-1)
@@ -304,6 +308,7 @@ class DiLoCo(KnowsModel, LocalSteps):
         if not gradients:
             return []
         finite = all_finite(pack(gradients))
+        self.keep(parameters)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             entry = self._entry(name, parameter)
             momentum = entry["momentum"].mul(self.outer_momentum).add_(gradient)
@@ -353,19 +358,41 @@ class DiLoCo(KnowsModel, LocalSteps):
         part = self._outer_bucket(bucket, due, 0, is_last=True)
         return self.inner.wire_bytes(part, size)
 
+    def sends(self, step: int) -> bool:
+        return step <= self.start_step or self._turns.is_any_due(step)
+
+    def takes(self, step: int) -> bool:
+        return step <= self.start_step or self._turns.is_any_due(step - self.delay)
+
+    def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {} if self.eager else self.state
+
+    def commit(self) -> None:
+        super().commit()
+        for key, (names, _) in list(self._sent.items()):
+            if not self._pending.keys() & set(names):
+                del self._sent[key]
+
     def recover(self) -> None:
         """Forget pending averages, and the anchors, which may have moved on some ranks only.
+
+        If commits are followed, anchors return to the last commit instead, except with ``eager``,
+        where they differ between ranks.
 
         New anchors are made in the next step in which a fragment is due. Ranks notice a failure in
         the next step that sends at the latest; if one sent in an earlier step, others would answer
         in a later one.
         """
+        for _, entries in self._sent.values():
+            restore(entries)
+        self._sent.clear()
         super().recover()
         self._has_recovered = True
-        self.state = {}
         self._pending.clear()
         self._has_common_anchor.clear()
         self._step = -1
+        if self.eager or not self._follows_commits:
+            self.state = {}
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -383,6 +410,29 @@ class DiLoCo(KnowsModel, LocalSteps):
             for name, entry in self.state.items()
             if "outer_gradient" in entry
         }
+
+
+Kept: TypeAlias = tuple[CommHook, str, dict[str, Tensor] | None]
+"""A hook, a key of its state, and a copy of the entry, None if there was none."""
+
+
+def kept(hook: CommHook, keys: Sequence[str]) -> list[Kept]:
+    """Return copies of these entries of a hook's state, and of those of the hooks nested in it."""
+    return [
+        (each, key, {name: t.clone() for name, t in each.state[key].items()})
+        if key in each.state
+        else (each, key, None)
+        for each in tree(hook)
+        for key in keys
+    ]
+
+
+def restore(entries: Sequence[Kept]) -> None:
+    """Undo what has happened to entries since :func:`kept` returned them."""
+    for hook, key, entry in entries:
+        hook.state.pop(key, None)
+        if entry is not None:
+            hook.state[key] = entry
 
 
 @dataclass(frozen=True)

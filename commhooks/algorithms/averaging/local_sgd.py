@@ -16,7 +16,7 @@ update, so that it travels while backward goes on: the first of every H updates 
 were computed before the average.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -51,6 +51,16 @@ class LocalSteps(WithoutConsensus):
 
     changes_parameters = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._follows_commits = False
+        # Parameters by name, with their values and states before steps that are not committed.
+        self._before: dict[str, tuple[Tensor, Tensor, dict[str, Tensor] | None]] = {}
+
+    def models_agree(self, step: int) -> bool:
+        """Return whether all ranks have the same model before this step."""
+        return step <= self.start_step
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         super().prepare(parameters, group)
@@ -74,6 +84,47 @@ class LocalSteps(WithoutConsensus):
             await node.all_reduce(buffer.div_(node.size))
         return buffer
 
+    def sends(self, step: int) -> bool:
+        """Return whether ranks send something in this step: see :class:`Elastic`."""
+        raise NotImplementedError
+
+    def takes(self, step: int) -> bool:
+        """Return whether results are used in this step, by default those that it has sent for."""
+        return self.sends(step)
+
+    def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the state that is the same on all ranks, by default all."""
+        return self.state
+
+    def follow_commits(self) -> None:
+        """Let :meth:`recover` undo what has changed since the last :meth:`commit`.
+
+        Memory until a commit: the former values of what has changed.
+        """
+        self._follows_commits = True
+
+    def commit(self) -> None:
+        """Keep what steps have changed."""
+        self._before.clear()
+
+    def recover(self) -> None:
+        super().recover()
+        with torch.no_grad():
+            for name, (parameter, value, entry) in self._before.items():
+                parameter.copy_(value)
+                self.state.pop(name, None)
+                if entry is not None:
+                    self.state[name] = entry
+        self._before.clear()
+
+    def keep(self, parameters: Mapping[str, Tensor]) -> None:
+        """Remember parameters and their states before they change, if commits are followed."""
+        if self._follows_commits:
+            for name, parameter in parameters.items():
+                entry = self.state.get(name)
+                kept = None if entry is None else dict(entry)  # tensors in it are only replaced
+                self._before[name] = parameter, parameter.clone(), kept
+
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
         """Send and change parameters of a bucket, in a step from ``start_step`` on.
 
@@ -85,14 +136,17 @@ class LocalSteps(WithoutConsensus):
         """Return the bytes that :meth:`synchronize` sends."""
         raise NotImplementedError
 
-    async def average(self, parameters: Sequence[Tensor], step: int, comm: Communicator) -> Tensor:
+    async def average(
+        self, parameters: Mapping[str, Tensor], step: int, comm: Communicator
+    ) -> Tensor:
         """Set parameters to their mean over the ranks, and return whether it is finite, () bool.
 
         If it is not, nothing changes, on any rank.
         """
-        own, mean = await self.mean_of(parameters, step, comm)
+        own, mean = await self.mean_of(list(parameters.values()), step, comm)
         finite = all_finite(mean)
-        store(select(finite, mean, own), parameters)
+        self.keep(parameters)
+        store(select(finite, mean, own), list(parameters.values()))
         return finite
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
@@ -134,7 +188,11 @@ class LocalSGD(LocalSteps):
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
         if not self._is_due(bucket.step):
             return None
-        return await self.average(parameters_of(bucket), bucket.step, comm)
+        parameters = dict(zip(bucket.names, parameters_of(bucket), strict=True))
+        return await self.average(parameters, bucket.step, comm)
+
+    def sends(self, step: int) -> bool:
+        return step < self.start_step or self._is_due(step)
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int:
         return self.mean_bytes(bucket, size) if self._is_due(bucket.step) else 0

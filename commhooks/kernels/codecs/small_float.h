@@ -43,7 +43,13 @@ struct SmallFloat {
   static constexpr float kAnchor = kSmallest * 0x1p23f;
 };
 
-// The formats of fp4.h and fp8.h.
+// 8 bits: the two formats of Micikevicius et al. 2022, "FP8 formats for deep learning".
+//
+//              sign  exponent  mantissa  bias  largest
+//     e4m3        1         4         3     7      448   as torch.float8_e4m3fn: no infinity
+//     e5m2        1         5         2    15    57344   as torch.float8_e5m2
+//
+// 4 bits: see fp4.h.
 using E2M1Format = SmallFloat<4, 1, 1, 6>;
 using E3M0Format = SmallFloat<4, 0, 3, 16>;
 using E4M3Format = SmallFloat<8, 3, 7, 448>;
@@ -70,5 +76,8 @@ struct BlockFloat {
     return Format::decode(code);
   }
 };
+
+using E4M3 = BlockFloat<E4M3Format>;
+using E5M2 = BlockFloat<E5M2Format>;
 
 }  // namespace commhooks::codecs

@@ -1,0 +1,185 @@
+"""Notice models of ranks that are no longer equal."""
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
+from torch.distributed.tensor import DTensor
+
+from commhooks.adapters.adapter import Adapter
+from commhooks.adapters.dispatch import unwrap
+from commhooks.adapters.handle import handle_of
+from commhooks.errors import CommHookError, CommHookMismatchError
+from commhooks.hook.base import CommHook, tree
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@runtime_checkable
+class AgreesInSomeSteps(Protocol):
+    """A hook with ``consensus = False`` whose models are equal before some steps."""
+
+    def models_agree(self, step: int) -> bool:
+        """Return whether all ranks have the same model before the step with this number."""
+
+
+class ReplicaCheck:
+    """Compares the model of this rank with the others' now and then: :func:`check_replicas`.
+
+    A context manager that ends the checks.
+    """
+
+    def __init__(self, model: nn.Module, adapter: Adapter, every: int) -> None:
+        self._model = weakref.ref(model)
+        self._every = every
+        self._equal_before: int | None = None  # this step, the last one that was compared
+        self._next = adapter.steps
+        self._pending: _Comparison | None = None
+        # First, because that of FSDP2 gathers the parameters.
+        self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def remove(self) -> None:
+        """End the checks. The result of one that is under way is dropped."""
+        self._hook.remove()
+        self._pending = None
+
+    def __enter__(self) -> "ReplicaCheck":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _before_forward(self, model: nn.Module, *_: object) -> None:
+        handle = handle_of(model)
+        is_step = model.training and torch.is_grad_enabled()
+        if handle is None or not handle.is_registered or not is_step:
+            return
+        adapter = handle.adapter
+        pending, self._pending = self._pending, None
+        if pending is not None and (problem := adapter.problem_of_any(self._problem(pending))):
+            raise CommHookMismatchError(f"[rank {adapter.rank}] {problem}")
+        if adapter.steps >= self._next:
+            self._next = adapter.steps + self._every
+            if _agrees(adapter.hook, adapter.steps):
+                self._pending = _Comparison(model, adapter.group, adapter.steps)
+
+    def _problem(self, comparison: "_Comparison") -> str | None:
+        if comparison.are_equal():
+            self._equal_before = comparison.step
+            return None
+        name, ranks = comparison.find_difference()
+        since = (
+            "when they were first compared"
+            if self._equal_before is None
+            else f"and were equal before step {self._equal_before}"
+        )
+        return (
+            f"the models of the ranks differ before step {comparison.step}, {since}. The first "
+            f"parameter that differs is {name}: ranks {', '.join(map(str, ranks))} do not have "
+            "what rank 0 has. Expected the same initial model, optimizer and learning rate on all "
+            "ranks, and updates of averaged gradients only. Restart all ranks from a checkpoint"
+        )
+
+
+def check_replicas(model: nn.Module, *, every: int = 100) -> ReplicaCheck:
+    """Compare the parameters of all ranks every ``every`` steps, bit by bit.
+
+    Before the forward of such a step, each rank adds up the words of each parameter, which is one
+    pass over its memory, and sends 8 bytes. The sums are compared before the next forward, so
+    nothing waits for other ranks in between; on CUDA, the host then waits for the device. Only
+    forwards that train count, with a model in training mode and gradients enabled.
+
+    Where hooks let the models differ on purpose (``consensus = False``), nothing is compared, other
+    than in steps before which such a hook declares them equal, as ``local_sgd`` before its
+    ``start_step``.
+
+    Args:
+        model: A model with a registered hook, in any form that :func:`register` accepts. What is
+            compared is this rank's share of parameters that are sharded, over its replicas.
+        every: The number of steps from one comparison to the next.
+
+    Returns:
+        ReplicaCheck: ``remove()`` ends the checks.
+
+    Raises:
+        CommHookError: The model has no hook, or ``every`` is less than one.
+        CommHookMismatchError: From a forward, on all ranks: the models differ. The message has the
+            first parameter, the ranks that differ from rank 0, and the step before which all were
+            equal.
+    """
+    handle = handle_of(model)
+    if handle is None or not handle.is_registered:
+        raise CommHookError(
+            "check_replicas: expected a model with a hook; register one first, for example "
+            "'allreduce'"
+        )
+    if every < 1:
+        raise CommHookError(f"check_replicas: expected every >= 1, found {every}")
+    return ReplicaCheck(unwrap(model), handle.adapter, every)
+
+
+class _Comparison:
+    """The parameters of one moment, whose sums are on their way to all ranks."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, step: int) -> None:
+        named = dict(model.named_parameters())
+        self.step = step
+        self._group = group
+        self._names = [name.removeprefix("module.") for name in named]
+        self._sums = torch.stack([_sum_of_words(_local(p)) for p in named.values()])
+        # Otherwise, parameters that were exchanged would have the same sum.
+        places = torch.arange(1, 2 * len(self._sums), 2, device=self._sums.device)
+        self._total = (self._sums * places).sum().view(1)
+        self._totals, self._work = self._gather(self._total)
+
+    def are_equal(self) -> bool:
+        """Return whether all ranks have the same parameters."""
+        self._work.wait()
+        return len(set(self._totals.tolist())) == 1
+
+    def find_difference(self) -> tuple[str, Sequence[int]]:
+        """Return the first parameter that differs, and on which ranks. Collective."""
+        sums, work = self._gather(self._sums)
+        work.wait()
+        differs = (sums.view(self._group.size(), -1) != sums[: len(self._names)]).cpu()
+        first = int(differs.any(0).nonzero()[0])
+        return self._names[first], differs[:, first].nonzero().view(-1).tolist()
+
+    def _gather(self, own: Tensor) -> tuple[Tensor, Work]:
+        gathered = own.new_empty(self._group.size() * len(own))
+        work: Any = self._group._allgather_base(gathered, own)  # noqa: SLF001
+        return gathered, work
+
+
+def _agrees(hook: object, step: int) -> bool:
+    """Return whether all ranks must have the same model before this step."""
+    return not isinstance(hook, CommHook) or all(
+        each.consensus or (isinstance(each, AgreesInSomeSteps) and each.models_agree(step))
+        for each in tree(hook)
+    )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Return the sum of the bits of ``tensor`` as integers, modulo 2^64; int64, on its device."""
+    flat = tensor.contiguous().view(-1)
+    per_word = max(8 // flat.itemsize, 1)
+    if flat.storage_offset() % per_word != 0:
+        flat = flat.clone()
+    whole = flat.numel() // per_word * per_word
+    rest = flat[whole:].view(_INTEGERS[min(flat.itemsize, 8)])
+    return flat[:whole].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
