@@ -131,9 +131,6 @@ def _auto(document: Document) -> Iterator[str]:
         yield f"### {auto_tables.title(entry)}"
         yield auto_tables.circumstances(entry)
         yield table(auto_tables.point_rows(entry))
-    for model, entry in document["rate_changes"].items():
-        yield f"### {model}, while the rate of the link changes"
-        yield table(auto_tables.change_rows(entry))
 
 
 def _torch_hooks(document: Document) -> Iterator[str]:
@@ -158,7 +155,7 @@ KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "bench.fidelity": ({"runs", "about"}, _trainings),
     "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
     "predictions": ({"cells"}, _predictions),
-    "bench.auto": ({"points", "rate_changes"}, _auto),
+    "bench.auto": ({"points", "errors"}, _auto),
     "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
     "make gpu-check": ({"stages", "machine"}, gpu_page.sections),

@@ -21,16 +21,16 @@ from commhooks.planning import Plan
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the file lacks."""
-    options = _parser().parse_args(arguments)
+    parser, by_name = _parser(), {point.name: point for point in POINTS}
+    options = parser.parse_args(arguments)
+    if unknown := set(options.point) - by_name.keys():
+        parser.error(f"no point is named {min(unknown)!r}; there are {', '.join(by_name)}")
     path: Path = options.result
-    record: dict[str, Any] = (
-        json.loads(path.read_text())
-        if path.exists()
-        else {"about": describe_machine(), "errors": {}, "points": {}, "rate_changes": {}}
-    )
+    about: Any = {"about": describe_machine(), "errors": {}, "points": {}}
+    record = json.loads(path.read_text()) if path.exists() else about
     points, effort = [Point("tiny", 0)], QUICK
     if not options.quick:
-        points = _chosen(options.point)
+        points = [by_name[name] for name in options.point or by_name]
         given = {name: getattr(options, name) for name in ("warm_up", "blocks", "block_steps")}
         effort = replace(Effort(), settings=tuple(options.setting or Effort.settings), **given)
     plans = {name: Plan.load(file) for name, _, file in (p.partition("=") for p in options.plan)}
@@ -46,30 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         new.replace(path)
 
 
-def _chosen(names: Sequence[str]) -> list[Point]:
-    by_name = {point.name: point for point in POINTS}
-    if unknown := [name for name in names if name not in by_name]:
-        raise SystemExit(f"no point is named {unknown[0]!r}; there are {', '.join(by_name)}")
-    return [by_name[name] for name in names] if names else list(POINTS)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("result", type=Path, metavar="RESULT.json")
-    parser.add_argument("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
-    parser.add_argument(
-        "--plan", action="append", default=[], metavar="NAME=PLAN.json", help="compare with it too"
-    )
-    parser.add_argument(
-        "--setting", action="append", metavar="HOOK", help="compare with these uniform hooks only"
-    )
-    parser.add_argument("--warm-up", type=int, default=Effort.warm_up, help="steps of auto before")
-    parser.add_argument("--blocks", type=int, default=Effort.blocks, help="of each setting")
-    parser.add_argument("--block-steps", type=int, default=Effort.block_steps)
-    parser.add_argument("--again", action="store_true", help="measure also what is in the file")
-    parser.add_argument("--quick", action="store_true", help="a tiny model over loopback")
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("result", type=Path, metavar="RESULT.json")
+    add("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
+    add("--plan", action="append", default=[], metavar="NAME=PLAN.json", help="compare with it too")
+    add("--setting", action="append", metavar="HOOK", help="compare with these uniform hooks only")
+    add("--warm-up", type=int, default=Effort.warm_up, help="steps of auto before")
+    add("--blocks", type=int, default=Effort.blocks, help="of each setting")
+    add("--block-steps", type=int, default=Effort.block_steps)
+    add("--again", action="store_true", help="measure also what is in the file")
+    add("--quick", action="store_true", help="a tiny model over loopback")
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -11,14 +12,12 @@ from typing import Any
 
 from bench.auto import remote
 from bench.auto.models import MODELS
-from bench.auto.remote import Metered
 from bench.load import busy_seconds, own_seconds
-from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
+from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
-from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.units import format_rate
 from commhooks.planning import Plan
 
@@ -63,9 +62,8 @@ class Point:
     @property
     def name(self) -> str:
         """For the command line: ``gpt-100mbit-2``."""
-        rate = self.bits_per_second
-        unit, scale = ("gbit", 1e9) if rate >= 1e9 else ("mbit", 1e6)
-        return f"{self.model}-{f'{rate / scale:g}{unit}' if rate else 'loopback'}-{self.ranks}"
+        place = self.place.replace(" ", "").replace("/s", "").lower()
+        return f"{self.model}-{place}-{self.ranks}"
 
     @property
     def place(self) -> str:
@@ -74,9 +72,8 @@ class Point:
 
     def link(self) -> AbstractContextManager[ShapedLink | None]:
         """Make the hosts."""
-        return (
-            shaped_link(self.ranks, self.bits_per_second) if self.bits_per_second else nullcontext()
-        )
+        rate = self.bits_per_second
+        return shaped_link(self.ranks, rate) if rate else nullcontext()
 
 
 POINTS = (
@@ -100,11 +97,10 @@ def errors_of(model: str, size: int, specs: Sequence[str], effort: Effort) -> di
         for spec in specs:
             parsed = hook_spec(spec)
             if not is_lossless(parsed.create()):
-                ranks(remote.add, Metered(spec, parsed.config))
+                ranks(remote.add, spec, parsed.config, True)
                 ranks(remote.seconds, spec, effort.error_after)
-                errors = ranks(remote.errors, spec, effort.error_steps)[0]
+                found[spec] = _error(ranks, spec, effort)
                 ranks(remote.drop, spec)
-                found[spec] = statistics.median(errors)
     return found
 
 
@@ -117,28 +113,28 @@ def measure(
     compare with.
     """
     config: dict[str, Any] = {"name": "auto", "exact": list(MODELS[point.model].exact)}
-    chosen = {"candidates": [spec for spec in effort.candidates if spec != "allreduce"]}
+    own = dict(config)
+    if effort.candidates != DEFAULT_CANDIDATES:
+        own["candidates"] = [spec for spec in effort.candidates if spec != "allreduce"]
     with point.link() as link, Ranks(point.ranks, link) as ranks:
         parameters = ranks(remote.prepare, point.model)[0]
         before = _loads(ranks)
-        is_default = effort.candidates == DEFAULT_CANDIDATES
-        ranks(remote.add, Metered(AUTO, config if is_default else config | chosen))
-        warm_up = slowest(ranks, AUTO, effort.warm_up)
+        ranks(remote.add, AUTO, own, True)
+        warm_up = _slowest(ranks, AUTO, effort.warm_up)
         settings: dict[str, Row] = {AUTO: {}}
         for spec in effort.settings:
             if errors[spec] <= errors[REFERENCE]:
-                ranks(remote.add, Entry(spec, hook_spec(spec).config))
+                ranks(remote.add, spec, hook_spec(spec).config, False)
                 settings[spec] = {"error": errors[spec]}
         for name, plan in plans.items():
-            ranks(remote.add, Metered(name, config | {"plan": plan.to_json()}))
+            ranks(remote.add, name, config | {"plan": plan.to_json()}, True)
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
         _take_turns(ranks, settings, effort)
-        others = _others(before, _loads(ranks))
-        learned = ranks(remote.learned, AUTO)[0]
+        wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
+        plan, history, metrics, planning_seconds = ranks(remote.learned, AUTO)[0]
         for name in (AUTO, *plans):
-            measured = ranks(remote.errors, name, effort.error_steps)[0]
-            settings[name]["error"] = statistics.median(measured)
-    settings[AUTO]["predicted_seconds"] = learned.plan.after.step_seconds
+            settings[name]["error"] = _error(ranks, name, effort)
+    settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
     return {
         "point": asdict(point),
@@ -147,13 +143,13 @@ def measure(
         "settings": settings,
         "auto": {
             "warm_up_seconds": warm_up,
-            "history": learned.history,
-            "metrics": learned.metrics,
-            "hooks": _shares(learned.plan),
-            "reason": learned.plan.reason,
-            "planning_share": learned.planning_seconds / trained,
+            "history": history,
+            "metrics": metrics,
+            "hooks": _shares(plan),
+            "reason": plan.reason,
+            "planning_share": planning_seconds / trained,
         },
-        "others": others,
+        "others": max(0.0, busy - used) / wall,
     }
 
 
@@ -162,7 +158,7 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
 
     Each gets ``blocks``: for each turn the seconds of its steps, or None if it was left out.
     """
-    warm = {name: sum(slowest(ranks, name, effort.block_steps)) for name in settings}
+    warm = {name: sum(_slowest(ranks, name, effort.block_steps)) for name in settings}
     sent = {name: ranks(remote.sent, name)[0] for name in settings}
     slow = {name for name, each in warm.items() if each > _SLOW * min(warm.values())}
     slow -= {AUTO, *ALWAYS}
@@ -173,7 +169,7 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             is_left_out = name in slow and turn % 4
-            block = None if is_left_out else slowest(ranks, name, effort.block_steps)
+            block = None if is_left_out else _slowest(ranks, name, effort.block_steps)
             settings[name]["blocks"].append(block)
     for name, row in settings.items():
         now = ranks(remote.sent, name)[0]
@@ -181,26 +177,24 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
         row["wire_bytes"] = nbytes / steps
 
 
-def slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
+def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     """Train, and return the seconds of each step on the slowest rank."""
     return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
 
 
+def _error(ranks: Ranks, name: str, effort: Effort) -> float:
+    """Train, and return the median error of a step's average."""
+    return statistics.median(ranks(remote.errors, name, effort.error_steps)[0])
+
+
 def _shares(plan: Plan) -> dict[str, float]:
     """Return the share of the parameters that each hook has."""
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for row in plan.rows:
-        found[row.hook] = found.get(row.hook, 0.0) + row.elements / plan.elements
-    return found
+        found[row.hook] += row.elements
+    return {hook: elements / plan.elements for hook, elements in found.items()}
 
 
 def _loads(ranks: Ranks) -> tuple[float, float, float]:
     """Return the time, and the CPU seconds so far of this machine and of these processes."""
-    pids = [os.getpid(), *ranks(remote.pid)]
-    return os.times().elapsed, busy_seconds(), own_seconds(pids)
-
-
-def _others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
-    """Return the cores that other processes have used in between."""
-    wall, busy, own = (now - then for now, then in zip(after, before, strict=True))
-    return max(0.0, busy - own) / wall
+    return os.times().elapsed, busy_seconds(), own_seconds([os.getpid(), *ranks(remote.pid)])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.auto.measure import AUTO, Point
-from commhooks.lab.units import format_rate
 
 Row = dict[str, Any]
-_NEAR = 1.1
+Entry = Mapping[str, Any]
 _LEAST_TURNS = 5
 _RESAMPLES = 4000
 _CONFIDENCE = 0.95
@@ -38,50 +37,32 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(float(low), float(np.median(values)), float(high))
 
 
-def ratio(entry: Mapping[str, Any], name: str) -> Interval:
-    """Return the time of ``auto``, trials and plans included, as a share of that of a setting.
-
-    The median over turns in which both were timed.
-    """
-    own, other = (entry["settings"][each]["blocks"] for each in (AUTO, name))
-    pairs = zip(own, other, strict=True)
-    return median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
-
-
-def best_uniform(entry: Mapping[str, Any]) -> str:
-    """Return the uniform setting within the limit whose steps were shortest, in hindsight."""
-    uniform = [name for name, row in entry["settings"].items() if "hooks" not in row]
-    uniform.remove(AUTO)
-    return min(sorted(uniform), key=lambda name: _seconds(entry, name))
-
-
-def point_rows(entry: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each setting of a point, the fastest first."""
-    best = best_uniform(entry)
-    rows = []
-    for name, setting in entry["settings"].items():
-        rows.append(
-            {
-                "setting": name + (" (the best uniform one)" if name == best else ""),
-                "step_seconds": _seconds(entry, name),
-                "auto_to_it": "" if name == AUTO else _text(entry, name),
-                "wire_bytes": setting["wire_bytes"],
-                "error": setting.get("error"),
-                "predicted_seconds": setting.get("predicted_seconds"),
-                "turns": sum(block is not None for block in setting["blocks"]),
-            }
-        )
-    return sorted(rows, key=lambda row: row["step_seconds"])
+def point_rows(entry: Entry) -> Iterator[Row]:
+    """Yield a row for each setting of a point, the fastest first."""
+    best, settings = _best_uniform(entry), entry["settings"]
+    for name in sorted(settings, key=lambda name: _seconds(entry, name)):
+        setting, ratio = settings[name], _ratio(entry, name)
+        turns = sum(block is not None for block in setting["blocks"])
+        text = str(ratio) if turns >= _LEAST_TURNS else f"{ratio.median:.2f}"
+        yield {
+            "setting": name + (" (the best uniform one)" if name == best else ""),
+            "step_seconds": _seconds(entry, name),
+            "auto_to_it": "" if name == AUTO else text,
+            "wire_bytes": setting["wire_bytes"],
+            "error": setting.get("error"),
+            "predicted_seconds": setting.get("predicted_seconds"),
+            "turns": turns,
+        }
 
 
-def title(entry: Mapping[str, Any]) -> str:
+def title(entry: Entry) -> str:
     """Return what was measured."""
     point = Point(**entry["point"])
     millions = entry["parameters"] / 1e6
     return f"{point.model}, {millions:.1f} million parameters, {point.ranks} ranks, {point.place}"
 
 
-def circumstances(entry: Mapping[str, Any]) -> str:
+def circumstances(entry: Entry) -> str:
     """Return what the machine did besides, and what planning took and chose."""
     auto = entry["auto"]
     shares = sorted(auto["hooks"].items(), key=lambda each: -each[1])
@@ -94,51 +75,31 @@ def circumstances(entry: Mapping[str, Any]) -> str:
     )
 
 
-def change_rows(entry: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each change of the rate."""
-    rows = []
-    for change in entry["changes"]:
-        ratios = [sum(turn["auto"]) / sum(turn["right"]) for turn in change["turns"]]
-        steps = steps_until_right(change, entry["block_steps"])
-        after = "never" if steps is None else f"{steps} steps"
-        rows.append(
-            {
-                "to": format_rate(change["bits_per_second"]),
-                "within 10 % of the right plan after": after,
-                "auto to the right plan, turn by turn": ", ".join(f"{r:.2f}" for r in ratios),
-            }
-        )
-    return rows
-
-
-def summary_of(entry: Mapping[str, Any]) -> str:
+def summary_of(entry: Entry) -> str:
     """Return a line for the terminal."""
-    others = ", ".join(f"{name} {ratio(entry, name)}" for name in entry["settings"] if name != AUTO)
+    others = (f"{name} {_ratio(entry, name)}" for name in entry["settings"] if name != AUTO)
     return (
         f"{Point(**entry['point']).name}: auto {_seconds(entry, AUTO):.3f} s, best uniform "
-        f"{best_uniform(entry)}; auto to {others}"
+        f"{_best_uniform(entry)}; auto to {', '.join(others)}"
     )
 
 
-def steps_until_right(change: Mapping[str, Any], block_steps: int) -> int | None:
-    """Return after how many steps of ``auto`` the median of the rest is within 10 % of the plan.
+def _ratio(entry: Entry, name: str) -> Interval:
+    """Return the time of ``auto``, trials and plans included, as a share of that of a setting.
 
-    None if it never is.
+    The median over turns in which both were timed.
     """
-    ratios = [sum(turn["auto"]) / sum(turn["right"]) for turn in change["turns"]]
-    for turn in range(len(ratios)):
-        if ratios[turn] <= _NEAR and statistics.median(ratios[turn:]) <= _NEAR:
-            return turn * block_steps
-    return None
+    own, other = (entry["settings"][each]["blocks"] for each in (AUTO, name))
+    pairs = zip(own, other, strict=True)
+    return median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
 
 
-def _text(entry: Mapping[str, Any], name: str) -> str:
-    """Return the ratio, without its interval if there are too few turns for one."""
-    found = ratio(entry, name)
-    turns = sum(block is not None for block in entry["settings"][name]["blocks"])
-    return str(found) if turns >= _LEAST_TURNS else f"{found.median:.2f}"
+def _best_uniform(entry: Entry) -> str:
+    """Return the uniform setting within the limit whose steps were shortest, in hindsight."""
+    uniform = {name for name, row in entry["settings"].items() if "hooks" not in row} - {AUTO}
+    return min(sorted(uniform), key=lambda name: _seconds(entry, name))
 
 
-def _seconds(entry: Mapping[str, Any], name: str) -> float:
+def _seconds(entry: Entry, name: str) -> float:
     blocks = [block for block in entry["settings"][name]["blocks"] if block]
     return statistics.median(sum(block) / len(block) for block in blocks)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES, default_specs
+from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES, default_specs
 from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.cli.common import (
     FILE,

@@ -13,7 +13,7 @@ no. Each hook speaks for itself; :func:`any_declares` also asks those nested in 
 - ``has_exchanges``: it begins exchanges, which go on between steps. The state that they use must
   not be replaced in the meantime.
 - ``is_candidate``: ``auto`` considers it, with its default options, unless the user names others.
-  For hooks of other packages; those of this package are in algorithms/adaptive/candidates.py. The
+  For hooks of other packages; those of this package are in algorithms/adaptive/choices.py. The
   class is asked, so a property does not count.
 - ``skips_steps``: the training loop asks it, on every rank, which optimizer steps to skip.
 - ``spreads_parameters``: nested hooks get other parameters, or parts of them, on other ranks. Then

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.groups import exact_names, group_parameters
+from commhooks.algorithms.adaptive.choices import exact_names, group_parameters
 from commhooks.algorithms.wrappers.trial import Trial, relative_error
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
@@ -227,8 +227,7 @@ class _Side(RankSide):
 
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
-        trial, step = Trial(hook), self.job.first_step
-        trial.prepare(parameters, self._group, self.roles)
+        trial, step = Trial(hook, parameters, self._group, self.roles), self.job.first_step
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
         coroutine = trial.run(sample, Communicator(self._group, step=step, key=sample.key))
         while True:

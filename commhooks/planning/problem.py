@@ -153,16 +153,12 @@ class Problem:
     def _wrong_in(self, group: Group) -> str:
         errors = {hook: choice.error for hook, choice in group.choices.items()}
         wrong = ""
-        if not 0 <= group.bucket < len(self.step.buckets):
-            wrong = f"expected a bucket below {len(self.step.buckets)}, found {group.bucket}"
-        elif not 0 <= group.norm < math.inf:
+        if not 0 <= group.norm < math.inf:
             wrong = f"expected a finite norm, found {group.norm}"
         elif self.plain not in errors or not errors.keys() <= self.overheads.keys():
             wrong = f"expected choices of {', '.join(self.overheads)}, found {list(errors)}"
         elif errors[self.plain] != 0 or not all(error >= 0 for error in errors.values()):
             wrong = f"expected errors of at least 0, that of {self.plain} 0, found {errors}"
-        elif any(len(c.local_seconds) != len(c.collectives) + 1 for c in group.choices.values()):
-            wrong = "expected local seconds before, between and after the collectives"
         return wrong and f"group {group.label!r}: {wrong}"
 
     @property

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("click")
 from click.testing import CliRunner
 
-from commhooks.algorithms.adaptive import candidates
+from commhooks.algorithms.adaptive import choices
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
 from commhooks.hook.spec import HookSpec, hook_spec
@@ -88,12 +88,12 @@ def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_hooks_of_other_packages_may_be_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "declared_candidates", lambda: ["natural"])
+    monkeypatch.setattr(choices, "declared_candidates", lambda: ["natural"])
     found, reasons = command._specs((), "lstm", "gloo")
     assert reasons == {}
     specs = [str(spec) for spec in found]
     assert (specs[0], specs[-1]) == ("allreduce", "natural")
-    assert candidates.default_candidates()[-1].name == "natural"
+    assert choices.default_candidates()[-1].name == "natural"
 
 
 @pytest.mark.usefixtures("_measured_before")

@@ -30,14 +30,6 @@ def test_a_point_is_measured_once_and_shown(
     assert text.count("\n| ") == 1 + len(settings)
 
 
-def test_a_change_of_the_rate_is_over_when_what_follows_is_near_the_right_plan() -> None:
-    def turns(*ratios: float) -> dict[str, object]:
-        return {"turns": [{"auto": [ratio, ratio], "right": [1.0, 1.0]} for ratio in ratios]}
-
-    assert tables.steps_until_right(turns(3.0, 1.0, 2.0, 2.0, 1.05, 1.2, 1.0), 5) == 20
-    assert tables.steps_until_right(turns(1.0, 1.2, 1.2), 5) is None
-
-
 def test_an_interval_contains_the_median_and_narrows() -> None:
     few, many = (tables.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
     assert few.low <= few.median == many.median == 1.0 <= few.high

@@ -2,17 +2,14 @@
 
 ::
 
-    every bucket:   parameters ── plan ──► parts, one per hook
-    some steps:     what is on the agenda is measured, and reported: control.py
-    then:           plan = solve(problem) on rank 0; all ranks follow
-    next step:      parts follow the new plan; residuals are added to the gradients once
-
-While a plan has one hook for all parameters, and nothing is to be measured, that hook's C++ runs in
-place of ``auto``, if it has any.
+    every bucket:   parameters ── plan ──► parts, one per hook: HookTable
+    some steps:     ranks measure and report; rank 0 decides: measurement.py, planner.py
+    then:           parts follow the new plan; residuals are added to the gradients once
 """
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -20,14 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.candidates import (
+from commhooks.algorithms.adaptive.choices import (
+    Buckets,
     check_names,
     default_candidates,
+    exact_names,
+    group_parameters,
     hook_of_spec,
     hooks_of_plan,
     plan_of,
+    wire_bytes_of,
 )
-from commhooks.algorithms.adaptive.groups import exact_names, group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.planner import Candidates, Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
@@ -94,7 +94,7 @@ class Auto(KnowsModel, CommHook):
     """The limit: relative to the norm of the exact average, or a hook whose error on the whole
     model is the limit."""
     candidates: list[Candidate] | None = None
-    """The hooks to choose from, besides plain averaging. None: those of candidates.py, and hooks of
+    """The hooks to choose from, besides plain averaging. None: those of choices.py, and hooks of
     other packages with ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""
@@ -155,7 +155,14 @@ class Auto(KnowsModel, CommHook):
         self._measuring = None
         self._parameters = parameters
         self._exact_names = exact_names(self.exact, parameters, self.roles)
-        usable = self._prepare_candidates(parameters, group)
+        is_default = self.candidates == default_candidates()
+        usable: dict[str, CommHook] = {}
+        for spec, hook in self._hooks.items():
+            with suppress(*((CommHookError,) if is_default else ())):
+                hook.prepare(parameters, group)
+                usable[spec] = hook
+        if isinstance(self.error, CommHook):
+            self.error.prepare(parameters, group)
         if self.plan is not None and self._is_frozen:
             check_names(self.plan, parameters, self.name)
         elif group.size() == 1:
@@ -250,64 +257,41 @@ class Auto(KnowsModel, CommHook):
 
     # --------------------------------------------------------------------------------- parts of it
 
-    def _prepare_candidates(
-        self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup
-    ) -> list[str]:
-        """Return the hooks that can average this model."""
-        is_default = self.candidates == default_candidates()
-        usable = []
-        for spec, hook in self._hooks.items():
-            try:
-                hook.prepare(parameters, group)
-                usable.append(spec)
-            except CommHookError:
-                if not is_default:
-                    raise
-        if isinstance(self.error, CommHook):
-            self.error.prepare(parameters, group)
-        return usable
-
     def _measurement(
-        self, usable: Sequence[str], parameters: Mapping[str, Tensor], group: dist.ProcessGroup
+        self,
+        usable: Mapping[str, CommHook],
+        parameters: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
     ) -> Measurement:
         if not isinstance(group, dist.ProcessGroup):
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        hooks = {spec: self._hooks[spec] for spec in usable}
-        limit: float | str = 0.0
-        if not isinstance(self.error, CommHook):
-            limit = float(self.error)
-        elif not is_lossless(self.error):
-            limit = spec_of(self.error)
-            hooks.setdefault(limit, self.error)
+        hooks = dict(usable)
+        limit: float | str
+        if isinstance(self.error, CommHook):
+            limit = 0.0 if is_lossless(self.error) else spec_of(self.error)
+            hooks.setdefault(spec_of(self.error), self.error)
+        else:
+            limit = self.error
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         candidates = Candidates(
-            usable,
+            list(usable),
             {spec for spec, hook in hooks.items() if is_lossless(hook)},
             limit,
             size=group.size(),
             backend=group._get_backend(device).name(),  # noqa: SLF001
             sent=lambda spec, names: wire_bytes_of(hooks[spec], names, parameters, group.size()),
         )
-        trials = {spec: Trial(hook) for spec, hook in hooks.items()}
-        for trial in trials.values():
-            trial.prepare(parameters, group, self.roles)
+        trials = {s: Trial(hook, parameters, group, self.roles) for s, hook in hooks.items()}
 
-        def planner_of(buckets: Sequence[Sequence[str]], nbytes: int) -> Planner:
-            roles = self.roles or {}
-            groups = group_parameters(buckets, parameters, self._exact_names, roles)
+        def planner_of(buckets: Buckets) -> Planner:
+            names, nbytes = [each for each, _ in buckets], sum(nbytes for _, nbytes in buckets)
+            groups = group_parameters(names, parameters, self._exact_names, self.roles or {})
             return Planner(candidates, groups, nbytes, replan=self.replan)
 
-        return Measurement(
-            planner_of,
-            trials,
-            self._table,
-            elements=sum(parameter.numel() for parameter in parameters.values()),
-            clock=clock_of(device),
-            rank=group.rank(),
-        )
+        return Measurement(planner_of, trials, self._table, clock_of(device))
 
     def _use_plan(self) -> None:
         if self._measuring is not None:

@@ -5,89 +5,33 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.agreement import Agreement
+from commhooks.algorithms.adaptive.choices import Buckets
 from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
 from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report, Times
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable
-from commhooks.algorithms.wrappers.timing import Clock, Moment, Run, observe
+from commhooks.algorithms.wrappers.timing import Clock, Moment, Run
 from commhooks.algorithms.wrappers.trial import Check, Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.planning import Choice, Group
 from reducer import GradBucket
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _LOG = logging.getLogger("commhooks")
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 """Elements of each group, and of each sample, that are averaged exactly as well."""
-
-
-@dataclass
-class _Found:
-    """What was measured for an agenda. On a device, most of it is read when it is reported."""
-
-    launches: dict[int, list[Moment]] = field(default_factory=dict)
-    """Of the buckets of each step."""
-    ends: dict[int, Moment] = field(default_factory=dict)
-    """When the last bucket of each step was averaged."""
-    outcomes: dict[tuple[int, str], tuple[int, Run, HostCopy]] = field(default_factory=dict)
-    """Of trials, by group and hook: elements, times, and squared norms."""
-    errors: dict[int, HostCopy] = field(default_factory=dict)
-    norms: dict[int, HostCopy] = field(default_factory=dict)
-    probe: Callable[[], Probe] | None = None
-    spent_ns: int = 0
-    """Taken by measuring."""
-
-    def report(self, agenda: Agenda, clock: Clock, buckets: Sequence[int], size: int) -> Report:
-        """Return what was measured, all of it in earlier steps.
-
-        ``buckets``: their bytes. ``size``: the number of ranks.
-        """
-        return Report(
-            self.spent_ns * 1e-9,
-            None if agenda.trials else self._times(agenda, clock, buckets),
-            self.probe and self.probe(),
-            {
-                key: Choice(
-                    run.local_seconds,
-                    tuple(
-                        Collective(name, tensor_bytes(name, sent, size), ALL)
-                        for name, sent in run.collectives
-                    ),
-                    relative_error(*squares.read()),
-                    elements,
-                )
-                for key, (elements, run, squares) in self.outcomes.items()
-            },
-            {i: relative_error(*pair.read()) for i, pair in self.errors.items()},
-            {i: math.sqrt(square.read()) for i, square in self.norms.items()},
-        )
-
-    def _times(self, agenda: Agenda, clock: Clock, buckets: Sequence[int]) -> Times | None:
-        """Return the median of the steps that were timed, None if there is none."""
-        launches, seconds = self.launches, clock.seconds
-        steps = range(agenda.start, agenda.report - 1)
-        timed = [s for s in steps if s in self.ends and launches.get(s) and launches.get(s + 1)]
-        if not timed:
-            return None
-        gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
-        between = [0.0, *map(median, zip(*gaps, strict=True))]
-        after = (max(seconds(self.ends[s], launches[s + 1][0]), 0.0) for s in timed)
-        traces = tuple(BucketTrace(*pair, 0.0) for pair in zip(buckets, between, strict=True))
-        return Times(
-            median(seconds(launches[s][0], launches[s + 1][0]) for s in timed),
-            StepTrace(traces, median(after), is_native=False),
-            clock.cores(),
-        )
 
 
 class Measurement:
@@ -97,57 +41,60 @@ class Measurement:
     not wait, unless it is a step ahead of the device.
 
     Args:
-        planner_of: Returns what decides for some buckets, given the names of their parameters and
-            their bytes together.
+        planner_of: Returns what decides for the buckets of a step.
         trials: For each hook that is tried.
         table: Averages with the hook of each parameter.
-        elements: Number of elements of the model.
         clock: Clock of the device of the gradients.
-        rank: This rank of the group.
     """
 
     def __init__(
         self,
-        planner_of: Callable[[Sequence[Sequence[str]], int], Planner],
+        planner_of: Callable[[Buckets], Planner],
         trials: Mapping[str, Trial],
         table: HookTable,
-        elements: int,
         clock: Clock,
-        rank: int,
     ) -> None:
         self._planner_of = planner_of
         self._trials = trials
         self._table = table
-        self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
         self._clock = clock
-        self._rank = rank
-        self._agreement = Agreement(self._decide)
+        self._agreement = Agreement(
+            lambda reports, step: self._planner.decide(reports, self.course, step)
+        )
         self._step = -1
         self._followed = -1
         """The step from which on ranks follow the present course."""
-        self._spent_ns = self._first_ns = self._elapsed_ns = 0
+        self._spent_ns = self._first_ns = 0
         self.load(Course())
 
     def load(self, course: Course) -> None:
         """Take over a plan and its history, and measure from the beginning."""
         self.course = Course(course.plan, course.history)
-        self._planner: Planner | None = None
-        self._buckets: list[tuple[list[str], int]] = []
-        """The names of the parameters and the bytes of each bucket of the present step."""
-        self._former = self._buckets
-        """Buckets of the step before it."""
-        self._planned = self._buckets
+        self._buckets: Buckets = []
+        """Those of the present step so far."""
+        self._former: Buckets = []
+        """Those of the step before it."""
+        self._planned: Buckets = []
         """Those that the planner is for."""
+        self._planner = self._planner_of([])
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what is in the last report."""
+        """Begin another report."""
         self._agreement.cancel()
-        self._found = _Found()
+        self._report = Report()
+        self._reads: list[Callable[[], None]] = []
+        """Each puts into the report what was measured, and waits for a device."""
+        self._probe: Callable[[], Probe] | None = None
+        self._launches: dict[int, list[Moment]] = {}
+        """Of the buckets of each step."""
+        self._ends: dict[int, Moment] = {}
+        """When the last bucket of each step was averaged."""
 
     def metrics(self) -> dict[str, float]:
         """Return numbers about the plan and the link, and the share of the time of this."""
-        share = {"planning_share": self._spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
+        elapsed_ns = time.monotonic_ns() - self._first_ns
+        share = {"planning_share": self._spent_ns / elapsed_ns} if self._first_ns else {}
         return self.course.metrics | share
 
     def is_idle(self, step: int) -> bool:
@@ -166,7 +113,6 @@ class Measurement:
         Nothing here waits for another rank. See Note [One plan] in agreement.py.
         """
         self._first_ns = self._first_ns or time.monotonic_ns()
-        self._elapsed_ns = time.monotonic_ns() - self._first_ns
         before = self.course
         with self._spending():
             if (course := self._agreement.begin_step(step)) is not None:
@@ -181,101 +127,88 @@ class Measurement:
             if agenda is not None and step == agenda.start:
                 self._begin_trials()
             if agenda is not None and step >= agenda.report and not self._agreement.is_open:
-                assert self._planner is not None
-                nbytes = [nbytes for _, nbytes in self._planned]
-                size = self._planner.candidates.size
-                report = self._found.report(agenda, self._clock, nbytes, size)
-                self._agreement.begin(report, rank=self._rank)
+                self._agreement.begin(self.report(agenda))
         return self.course.plan != before.plan
-
-    def _decide(self, reports: Sequence[Report], step: int) -> Course:
-        assert self._planner is not None
-        return self._planner.decide(reports, self.course, step)
 
     def _look_at_buckets(self, step: int) -> None:
         """Measure from the beginning if the same new buckets came twice."""
         former, self._former = self._former, self._buckets
-        names, planned = ([each for each, _ in some] for some in (self._buckets, self._planned))
-        if names and names != planned and self._buckets == former:
+        if self._buckets == former and self._buckets not in ([], self._planned):
             self._clear()
-            self._planned = self._buckets
-            self._planner = self._planner_of(names, sum(nbytes for _, nbytes in self._buckets))
+            self._planned, self._planner = former, self._planner_of(former)
             self.course = self._planner.begin(self.course, step)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of a bucket. Measure before and after it what is due."""
-        agenda, step, found = self.course.agenda, bucket.step, self._found
+        agenda, step, report = self.course.agenda, bucket.step, self._report
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
         if agenda is None or self.is_idle(step):
             return await self._table.reduce(bucket, comm)
-        groups = self._groups_in(bucket)
+        names, every = set(bucket.names), enumerate(self._planner.groups)
+        groups = {i: group for i, group in every if names.issuperset(group.names)}
+        is_check = agenda.is_check(step)
+        lossy = {i: g.names for i, g in groups.items() if is_check and i in agenda.checked}
+        tried = {i: groups[i] for i in agenda.trials if i in groups and agenda.is_trial(step)}
         with self._spending():
             if bucket.index() == 0:
-                found.launches[step] = []
+                self._launches[step] = []
                 await self._agreement.send(comm, bucket.buffer().device)
-            found.launches.setdefault(step, []).append(comm.launched)
-            samples = self._draw_samples(agenda, bucket, groups) if agenda.is_trial(step) else {}
-            check = None
-            if agenda.is_check(step):
-                lossy = {i: group.names for i, group in groups.items() if i in agenda.checked}
-                check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
+            self._launches.setdefault(step, []).append(comm.launched)
+            samples = {i: self._draw_sample(agenda, bucket, i) for i in tried}
+            check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
         average = await self._table.reduce(bucket, comm)
         with self._spending():
-            if check is not None:
-                squares = await check.squares(average, comm)
-                found.errors |= {i: HostCopy(pair) for i, pair in squares.items()}
-            for group, sample in samples.items():
-                for hook in agenda.trials[group]:
-                    await self._try(group, hook, sample, comm, is_last=step == agenda.report - 1)
-            if agenda.is_check(step):
+            for i, squares in (await check.squares(average, comm)).items():
+                self._put(report.errors, i, squares, lambda pair: relative_error(*pair))
+            for i, sample in samples.items():
+                for hook in agenda.trials[i]:
+                    await self._try(i, hook, sample, comm, is_last=step == agenda.report - 1)
+            if is_check:
                 self._measure_norms(bucket, groups, average)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
-                    assert self._planner is not None
                     device, backend = bucket.buffer().device, self._planner.candidates.backend
-                    found.probe = await probe(agenda.probe, device, comm, self._clock, backend)
-        found.ends[step] = self._clock.now()
+                    self._probe = await probe(agenda.probe, device, comm, self._clock, backend)
+        self._ends[step] = self._clock.now()
         return average
 
     def recover(self) -> None:
         """Forget what may differ between ranks, because the step has failed on some rank."""
-        self._found.launches.clear()
-        self._found.ends.clear()
+        self._launches.clear()
+        self._ends.clear()
         self._begin_trials()
 
     def _begin_trials(self) -> None:
         for trial in self._trials.values():
             trial.begin()
 
-    def _groups_in(self, bucket: GradBucket) -> dict[int, Group]:
-        """Return the groups of a bucket by their positions."""
-        names, groups = set(bucket.names), () if self._planner is None else self._planner.groups
-        return {i: group for i, group in enumerate(groups) if names.issuperset(group.names)}
-
-    def _draw_samples(
-        self, agenda: Agenda, bucket: GradBucket, groups: Mapping[int, Group]
-    ) -> dict[int, GradBucket]:
-        """Return samples of the bucket's groups that hooks are tried on."""
-        last = len(agenda.trials) - 1
-        return {
-            i: draw_sample(
-                bucket, groups[i].names, self._sample_size, index=index, is_last=index == last
-            )
-            for index, i in enumerate(agenda.trials)
-            if i in groups
-        }
+    def _draw_sample(self, agenda: Agenda, bucket: GradBucket, group: int) -> GradBucket:
+        """Return a sample of a group that hooks are tried on."""
+        groups, trials = self._planner.groups, list(agenda.trials)
+        share = sum(each.elements for each in groups) * _SAMPLE_SHARE
+        size = int(min(max(share, _LEAST_SAMPLE), _MOST_SAMPLE))
+        index, is_last = trials.index(group), group == trials[-1]
+        return draw_sample(bucket, groups[group].names, size, index=index, is_last=is_last)
 
     async def _try(
         self, group: int, hook: str, sample: GradBucket, comm: Communicator, *, is_last: bool
     ) -> None:
         """Let a hook average a sample, with what it has not sent in the steps before."""
         trial, run = self._trials[hook], Run(self._clock)
-        names, residual = {group: sample.names}, partial(trial.residual, comm.size)
-        check = Check.of(sample, names, residual, _CHECKED_IN_TRIALS) if is_last else None
-        average = await observe(trial.average(sample, comm), run)
-        if check is not None:
-            squares = HostCopy((await check.squares(average, comm))[group])
-            self._found.outcomes[group, hook] = sample.buffer().numel(), run, squares
+        names = {group: sample.names} if is_last else {}
+        check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
+        average = await run.observe(trial.average(sample, comm))
+        size, elements = comm.size, sample.buffer().numel()
+
+        def outcome(pair: Sequence[float]) -> Choice:
+            collectives = tuple(
+                Collective(name, tensor_bytes(name, sent, size), ALL)
+                for name, sent in run.collectives
+            )
+            return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
+
+        for squares in (await check.squares(average, comm)).values():
+            self._put(self._report.outcomes, (group, hook), squares, outcome)
 
     def _measure_norms(
         self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
@@ -285,7 +218,41 @@ class Measurement:
         views = {name: flat[i : i + length] for name, i, length in places}
         for i, group in groups.items():
             norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
-            self._found.norms[i] = HostCopy(torch.stack(norms).double().square().sum())
+            self._put(self._report.norms, i, torch.stack(norms).double().square().sum(), math.sqrt)
+
+    def _put(
+        self, into: dict[_Key, _Value], key: _Key, found: Tensor, value: Callable[[Any], _Value]
+    ) -> None:
+        """Put a value into the report in a later step, given what was ``found``."""
+        copy = HostCopy(found)
+        self._reads.append(lambda: into.update({key: value(copy.read())}))
+
+    def report(self, agenda: Agenda) -> Report:
+        """Return what was measured, all of it in earlier steps."""
+        for read in self._reads:
+            read()
+        self._report.probe = self._probe and self._probe()
+        if not agenda.trials:
+            self._report.times = self._times(agenda)
+        return self._report
+
+    def _times(self, agenda: Agenda) -> Times | None:
+        """Return the median of the steps that were timed, None if there is none."""
+        launches, ends, seconds = self._launches, self._ends, self._clock.seconds
+        steps = range(agenda.start, agenda.report - 1)
+        timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
+        if not timed:
+            return None
+        gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
+        between = [0.0, *map(median, zip(*gaps, strict=True))]
+        buckets = zip(self._planned, between, strict=True)
+        traces = tuple(BucketTrace(nbytes, gap, 0.0) for (_, nbytes), gap in buckets)
+        after = (max(seconds(ends[s], launches[s + 1][0]), 0.0) for s in timed)
+        return Times(
+            median(seconds(launches[s][0], launches[s + 1][0]) for s in timed),
+            StepTrace(traces, median(after), is_native=False),
+            self._clock.cores(),
+        )
 
     @contextmanager
     def _spending(self) -> Iterator[None]:
@@ -296,4 +263,4 @@ class Measurement:
         finally:
             spent = time.monotonic_ns() - start
             self._spent_ns += spent
-            self._found.spent_ns += spent
+            self._report.spent_seconds += spent * 1e-9

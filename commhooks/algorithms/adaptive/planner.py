@@ -23,9 +23,9 @@ from commhooks.algorithms.adaptive.link import (
     network_of,
     probe_elements,
 )
-from commhooks.costs.step_trace import Collective, StepTrace, merged_work
+from commhooks.costs.step_trace import Collective, StepTrace
 from commhooks.planning import Choice, Group, Plan, Problem, solve
-from commhooks.planning.problem import overheads_of, relative, squared_error
+from commhooks.planning.problem import overheads_of, relative
 from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
 
 _TIMED = 3
@@ -114,11 +114,11 @@ class Report:
     """Taken by measuring."""
     times: Times | None = None
     probe: Probe | None = None
-    outcomes: Mapping[tuple[int, str], Choice] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], Choice] = field(default_factory=dict)
     """Results of trials, by group and hook."""
-    errors: Mapping[int, float] = field(default_factory=dict)
+    errors: dict[int, float] = field(default_factory=dict)
     """Errors of the hooks in use, by group; as :attr:`norms`, the same on all ranks."""
-    norms: Mapping[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
     """Norms of the averages, by group."""
 
 
@@ -198,6 +198,7 @@ class Planner:
         self._plain = candidates.hooks[0]
         self._model_bytes = model_bytes
         self._replan = replan
+        self._regular = f"{replan} steps since the last plan"
         self._spent_seconds = 0.0
         self._times: Times | None = None
         self._link: Probe | None = None
@@ -219,29 +220,28 @@ class Planner:
         problem = self._problem(course)
         if problem is None or (agenda.trials and not self._outcomes):
             # Gradients were not finite, or a rank has not seen the steps.
-            return self._go_on(course, replace(agenda, start=step + 1))
+            return replace(course, agenda=replace(agenda, start=step + 1))
         reason = agenda.reason
         if not agenda.trials:
-            since = step - course.history[-1].step if course.history else 0
+            since = step - course.history[-1].step if course.history else self._replan
             if self._outcomes:
-                found = self._why_new(course, since)
-                if found is None:
-                    period = self._period(course.plan, step - course.last_change)
-                    return self._later(course, step, min(period, self._replan - since), reason)
-                reason = found
+                reason = self._why_new(problem, course, since)
+                if not reason:
+                    period = min(self._period(course, step), self._replan - since)
+                    return self._go_on(problem, course, step, period)
             if (since >= self._replan or not self._outcomes) and (trials := self._trials()):
                 if self._outcomes or not (why := self._why_exact(problem, course)):
-                    return self._go_on(course, Agenda(step + 1, _TRIED, reason, trials))
-                exact = plan_of(problem, problem.uniform(self._plain), why)
-                return self._change(course, exact, step, reason)
-        return self._change(course, solve(problem, course.hook_of()), step, reason)
+                    return replace(course, agenda=Agenda(step + 1, _TRIED, reason, trials))
+                exact = plan_of(problem, problem.uniform(problem.plain), why)
+                return self._change(problem, course, exact, step, reason)
+        return self._change(problem, course, solve(problem, course.hook_of()), step, reason)
 
     # --------------------------------------------------------------------------- what is known
 
     def _take(self, reports: Sequence[Report], course: Course) -> None:
-        """Learn from the reports of all ranks. The rank with the longest backward counts."""
-        times = [report.times for report in reports if report.times is not None]
+        """Learn from the reports of all ranks. Of times, those of the slowest rank count."""
         own, hooks = reports[0], self._hooks_of(course)
+        times = [report.times for report in reports if report.times is not None]
         self._times = max(
             times, key=lambda it: (it.step.backward_seconds, it.step_seconds), default=self._times
         )
@@ -250,8 +250,11 @@ class Planner:
         self._norms |= {i: norm for i, norm in own.norms.items() if math.isfinite(norm)}
         self._errors |= {(i, hooks[i]): e for i, e in own.errors.items() if math.isfinite(e)}
         for key in own.outcomes:
-            outcome = _slowest([report.outcomes.get(key) for report in reports])
-            self._outcomes |= {} if outcome is None else {key: outcome}
+            known = [report.outcomes[key] for report in reports if key in report.outcomes]
+            alike = {tuple(c.operation for c in outcome.collectives) for outcome in known}
+            is_finite = all(math.isfinite(outcome.error) for outcome in known)
+            if len(known) == len(reports) and len(alike) == 1 and is_finite:
+                self._outcomes[key] = max(known, key=lambda outcome: outcome.seconds)
 
     def _problem(self, course: Course) -> Problem | None:
         """Return the problem of choosing now; None if times, norms or the link are not known."""
@@ -278,8 +281,7 @@ class Planner:
         own, candidates = self.groups[group], self.candidates
         for hook in [self._plain] if own.is_exact else candidates.hooks:
             tried = [each for (_, its), each in self._outcomes.items() if its == hook]
-            if hook == self._plain:
-                tried = tried or [_PLAIN]
+            tried += [_PLAIN] if hook == self._plain else []
             if not tried:
                 continue
             largest = max(tried, key=lambda outcome: outcome.elements)
@@ -308,13 +310,6 @@ class Planner:
             tried = [own.error]
         return max((fmean(each) for each in (lost, tried) if each), default=math.inf)
 
-    def _error_of(self, course: Course) -> float:
-        """Return the error of a step's average with the plan in use, by what is known now."""
-        norms = self._norms
-        errors = [self._error(i, hook) for i, hook in enumerate(self._hooks_of(course))]
-        known = [(i, e) for i, e in enumerate(errors) if e < math.inf or self._outcomes]
-        return relative((squared_error(e, norms[i]) for i, e in known), norms.values())
-
     def _limit(self, course: Course) -> float:
         """Return the limit: of a reference, its error on the whole model, also where it is exact.
 
@@ -331,35 +326,38 @@ class Planner:
 
     def _hooks_of(self, course: Course) -> list[str]:
         """Return the hook in use of each group."""
-        hook_of, plain = course.hook_of(), self.candidates.hooks[0]
-        return [hook_of.get(group.names[0], plain) for group in self.groups]
+        hook_of = course.hook_of()
+        return [hook_of.get(group.names[0], self._plain) for group in self.groups]
 
     # --------------------------------------------------------------------------- what is decided
 
-    def _go_on(self, course: Course, agenda: Agenda) -> Course:
-        """Return the course with another agenda, and the metrics of what is known now."""
-        found = dict[str, float]()
-        if self._link is not None:
-            found["link_megabits_per_second"] = 8e-6 / max(self._link.byte_seconds, 1e-15)
-            found["link_round_microseconds"] = self._link.round_seconds * 1e6
-        if course.plan is not None and len(self._norms) == len(self.groups):
-            found |= {"error": self._error_of(course), "limit": self._limit(course)}
-        if self._times is not None:
-            found["step_seconds"] = self._times.step_seconds
+    def _go_on(self, problem: Problem, course: Course, step: int, period: int) -> Course:
+        """Return the course with a check whose report is about ``period`` steps later."""
+        assert self._link is not None
+        assert self._times is not None
+        found = {
+            "link_megabits_per_second": 8e-6 / max(self._link.byte_seconds, 1e-15),
+            "link_round_microseconds": self._link.round_seconds * 1e6,
+            "step_seconds": self._times.step_seconds,
+            "limit": problem.error,
+        }
+        if (used := problem.assignment(course.hook_of())) is not None:
+            found["error"] = problem.error_of(used)
+        agenda = self._check(course, step + max(period - _TIMED, 2), self._regular)
         return replace(course, agenda=agenda, measured=found)
 
-    def _change(self, before: Course, plan: Plan, step: int, reason: str) -> Course:
+    def _change(
+        self, problem: Problem, before: Course, plan: Plan, step: int, reason: str
+    ) -> Course:
         assert self._link is not None
-        hooks, plain = before.hook_of(), self.candidates.hooks[0]
+        hooks, plain = before.hook_of(), problem.plain
         changes = sum(hooks.get(n, plain) != hook for n, hook in plan.hook_of().items())
         seconds = plan.after.step_seconds, self._link.byte_seconds
         decision = Decision(step, reason, changes, plan.error, plan.limit, *seconds)
         course = replace(before, plan=plan, history=(*before.history, decision))
-        period = self._replan  # nothing is measured for a long time if it cannot pay
-        if self._outcomes:
-            period = self._period(plan, step - course.last_change)
-        regular = f"{self._replan} steps since the last plan"
-        return self._later(course, step, period, regular)
+        # Nothing is measured for a long time if it cannot pay.
+        period = self._period(course, step) if self._outcomes else self._replan
+        return self._go_on(problem, course, step, period)
 
     def _why_exact(self, problem: Problem, course: Course) -> str:
         """Return why no hook can save enough, an empty text if one may."""
@@ -373,22 +371,18 @@ class Planner:
             f"has to save {LEAST_SAVING:.0%}."
         )
 
-    def _why_new(self, course: Course, since: int) -> str | None:
-        """Return why to make a new plan ``since`` steps after the last one, or None."""
+    def _why_new(self, problem: Problem, course: Course, since: int) -> str:
+        """Return why to make a new plan ``since`` steps after the last one, or an empty text."""
         assert self._link is not None
-        error, limit = self._error_of(course), self._limit(course)
+        used, limit = problem.assignment(course.hook_of()), problem.error
+        error = math.inf if used is None else problem.error_of(used)
         if error > _BEYOND_LIMIT * limit:
             return f"the error of the plan is {error:.3g}, its limit {limit:.3g}"
         before, now = course.history[-1].byte_seconds, self._link.byte_seconds
         if abs(now - before) > _OTHER_RATE * before:
             rates = (8e-6 / max(each, 1e-15) for each in (before, now))
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
-        return f"{self._replan} steps since the last plan" if since >= self._replan else None
-
-    def _later(self, course: Course, step: int, period: int, reason: str) -> Course:
-        """Return the course with a check whose report is about ``period`` steps later."""
-        start = step + max(period - _TIMED, 2)
-        return self._go_on(course, self._check(course, start, reason))
+        return self._regular if since >= self._replan else ""
 
     def _check(self, course: Course, start: int, reason: str) -> Agenda:
         """Time steps, probe the link, and compare what the lossy hooks in use return."""
@@ -411,25 +405,12 @@ class Planner:
         every = [*hooks, *(hook for hook in reference if hook not in hooks)]
         return {i: every if i in free else reference for i in sorted([*free, *fixed])}
 
-    def _period(self, plan: Plan | None, since: int) -> int:
-        """Return the steps until the next check, such that checks take 1 % of the time.
-
-        ``since``: steps since the hooks have changed, after which errors grow for a while.
-        """
+    def _period(self, course: Course, step: int) -> int:
+        """Return the steps until the next check, such that checks take 1 % of the time."""
         assert self._times is not None
         period = math.ceil(self._spent_seconds / (_SHARE * self._times.step_seconds))
-        hooks = set() if plan is None else set(plan.hook_of().values())
+        hooks = set(course.hook_of().values())
         period = max(period, _NATIVE_CHECK if len(hooks) == 1 else _FIRST_CHECK)
-        if plan is not None and plan.error > 0:
-            period = min(period, max(since, _FIRST_CHECK))
+        if course.plan is not None and course.plan.error > 0:  # which grows after a change
+            period = min(period, max(step - course.last_change, _FIRST_CHECK))
         return min(period, self._replan)
-
-
-def _slowest(of_ranks: Sequence[Choice | None]) -> Choice | None:
-    """Return an outcome with the longest times; None if ranks differ or it is not finite."""
-    known = [outcome for outcome in of_ranks if outcome and math.isfinite(outcome.error)]
-    alike = {tuple(c.operation for c in outcome.collectives) for outcome in known}
-    if len(alike) != 1 or len(known) < len(of_ranks):
-        return None
-    error = max(outcome.error for outcome in known)
-    return replace(merged_work(known, max, max), error=error)

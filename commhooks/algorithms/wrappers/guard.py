@@ -77,7 +77,6 @@ class Guard(KnowsModel, CommHook):
         check_candidate(self.inner, f"option 'inner' of hook {self.name!r}")
         check_candidate(self.fallback, f"option 'fallback' of hook {self.name!r}")
         self._table = HookTable([self.inner, self.fallback], {})
-        self._trial = Trial(self.inner)
         self._names: tuple[str, ...] = ()
         self._step = -1
         self._buckets = 0  # of this step, so far
@@ -94,7 +93,7 @@ class Guard(KnowsModel, CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)
-        self._trial.prepare(parameters, group, self.roles)
+        self._trial = Trial(self.inner, parameters, group, self.roles)
         self._names = tuple(parameters)
         self._found.clear()
         self._use()

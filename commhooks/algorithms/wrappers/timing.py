@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass, field
 from types import coroutine
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -99,29 +99,23 @@ class Run:
         """The seconds of the hook's own work, one more than collectives. Waits for a device."""
         return tuple(sum(self.clock.seconds(*pair) for pair in between) for between in self.work)
 
-
-@coroutine
-def observe(run: Coroutine[Any, Any, _Result], noted: Run) -> Generator[Any, Any, _Result]:
-    """Await ``run``, and note in ``noted`` what it does."""
-    resume, argument, clock = run.send, cast("Any", None), noted.clock
-    while True:
-        start = clock.work()
-        try:
-            awaited = resume(argument)
-        except StopIteration as stop:
-            result: _Result = stop.value
-            return result
-        finally:
-            noted.work[-1].append((start, clock.work()))
-        try:
-            yield awaited
-            resume, argument = run.send, None
-        except GeneratorExit:
-            run.close()
-            raise
-        except BaseException as error:
-            resume, argument = run.throw, error
-            continue
-        if isinstance(awaited, PendingCollective) and awaited.issued_ns:
-            noted.collectives.append((awaited.operation, awaited.count()))
-            noted.work.append([])
+    @coroutine
+    def observe(self, hook: Coroutine[Any, Any, _Result]) -> Generator[Any, Any, _Result]:
+        """Await ``hook``, and note what it does."""
+        while True:
+            start = self.clock.work()
+            try:
+                awaited = hook.send(None)
+            except StopIteration as stop:
+                result: _Result = stop.value
+                return result
+            finally:
+                self.work[-1].append((start, self.clock.work()))
+            try:
+                yield awaited
+            except BaseException:
+                hook.close()
+                raise
+            if isinstance(awaited, PendingCollective) and awaited.issued_ns:
+                self.collectives.append((awaited.operation, awaited.count()))
+                self.work.append([])

@@ -32,6 +32,10 @@ Residual = Callable[[str, Tensor, slice], Tensor | None]
 """Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
 
 
+def _nothing(*_: object) -> None:
+    """Return the residual of a hook that has sent everything."""
+
+
 def relative_error(wrong: float, right: float) -> float:
     """Return the quotient of two norms, given their squares; 0 if both are zero."""
     if right == 0:
@@ -48,27 +52,20 @@ def squares_of(average: Tensor, exact: Tensor) -> Tensor:
     return torch.stack([(average - exact).square().sum(), exact.square().sum()])
 
 
-async def average_exactly(values: Tensor, comm: Communicator) -> Tensor:
-    """Return the exact average of ``values``, which are overwritten."""
-    return await comm.all_reduce(values.div_(comm.size))
-
-
 class Trial:
-    """A hook of the same options as ``hook``, for trials only.
+    """A hook of the same options as ``hook``, prepared for the same training, for trials only.
 
     It has its own errors, which are not those of the training.
     """
 
-    def __init__(self, hook: CommHook) -> None:
-        self._hook = create(hook.to_config())
-
-    def prepare(
+    def __init__(
         self,
+        hook: CommHook,
         parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
         roles: Mapping[str, Role] | None,
     ) -> None:
-        """Prepare the hook for the parameters of the training."""
+        self._hook = create(hook.to_config())
         prepare(self._hook, parameters, group, roles)
 
     def begin(self) -> None:
@@ -93,13 +90,12 @@ class Trial:
 
         What it learns from step to step, such as the factors of PowerSGD, it learns first.
         """
-        copy = sample.buffer().to(at_least_float32(sample.buffer().dtype), copy=True)
-        exact = await average_exactly(copy, comm)
+        check = Check.of(sample, {0: sample.names}, _nothing, sample.buffer().numel())
         self.begin()
         found = await self.average(sample, comm)
         if self._keeps_learned(sample):
             found = await self.average(sample, comm)
-        return squares_of(found, exact)
+        return (await check.squares(found, comm))[0]
 
     def _keeps_learned(self, sample: GradBucket) -> bool:
         """Drop all state but that which is the same on all ranks; return whether there is any."""
@@ -134,10 +130,10 @@ class Check:
         groups: Mapping[int, Sequence[str]],
         residual: Residual,
         elements: int,
-    ) -> "Check | None":
+    ) -> "Check":
         """Copy about as many ``elements`` of each group, others in each step.
 
-        ``groups``: the names of their parameters, by position. None if there is no group.
+        ``groups``: the names of their parameters, by position.
         """
         lengths = dict(zip(bucket.names, bucket.lengths, strict=True))
         strides = {
@@ -145,16 +141,16 @@ class Check:
             for i, names in groups.items()
             for name in names
         }  # odd: not one column of a matrix
-        if not strides:
-            return None
-        flat, places, parts = bucket.buffer(), list[tuple[int, slice]](), list[Tensor]()
+        flat, places = bucket.buffer(), list[tuple[int, slice]]()
+        exact = at_least_float32(flat.dtype)
+        parts = [flat.new_empty(0, dtype=exact)]
         every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         for (name, start, length), gradient in zip(every, bucket.gradients(), strict=True):
             if name not in strides:
                 continue
             i, stride = strides[name]
             where = slice(bucket.step % stride, length, stride)
-            p = flat[start : start + length][where].to(at_least_float32(flat.dtype), copy=True)
+            p = flat[start : start + length][where].to(exact, copy=True)
             rest = residual(name, gradient, where)
             parts.append(p if rest is None else p.add_(rest.to(p)))
             places.append((i, slice(start + where.start, start + length, stride)))
@@ -162,7 +158,9 @@ class Check:
 
     async def squares(self, average: Tensor, comm: Communicator) -> dict[int, Tensor]:
         """Return the :func:`squares_of` each group, given the ``average`` of the bucket."""
-        exact = await average_exactly(self.p, comm)
+        if not self.places:
+            return {}
+        exact = await comm.all_reduce(self.p.div_(comm.size))
         flat, found, begin = average.view(-1), dict[int, Tensor](), 0
         for i, where in self.places:
             part = flat[where]
@@ -177,7 +175,7 @@ def draw_sample(
     names: Sequence[str],
     limit: int,
     *,
-    residual: Residual = lambda *_: None,
+    residual: Residual = _nothing,
     turn: int = 0,
     index: int = 0,
     is_last: bool = True,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms.adaptive.groups import group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import ALL, Probe
 from commhooks.algorithms.adaptive.planner import (
     Agenda,

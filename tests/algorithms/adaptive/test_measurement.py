@@ -16,7 +16,7 @@ from commhooks.algorithms.adaptive import link, measurement
 from commhooks.algorithms.adaptive.link import Probe
 from commhooks.algorithms.adaptive.planner import Planner
 from commhooks.algorithms.wrappers.table import residual_of
-from commhooks.algorithms.wrappers.trial import Trial, squares_of
+from commhooks.algorithms.wrappers.trial import Trial, relative_error, squares_of
 from commhooks.hook.spec import hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -67,13 +67,13 @@ def try_topk(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=[TOPK])
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not hook._measuring._found.outcomes:
+        while not hook._measuring._reads or not agenda_of(hook).trials:
             trainer.step(draw_gradients(PARAMETERS, rank, step))
             step += 1
         agenda = agenda_of(hook)
         steps = [draw_gradients(PARAMETERS, rank, i) for i in range(agenda.start, agenda.report)]
         assert len(steps) > 4
-        for (group, spec), outcome in hook._measuring._found.outcomes.items():
+        for (group, spec), outcome in hook._measuring.report(agenda).outcomes.items():
             if spec == "allreduce":
                 continue
             names = hook._measuring._planner.groups[group].names
@@ -88,7 +88,8 @@ def try_topk(rank: int, size: int) -> None:
             exact = torch.cat([p[name].view(-1) for name in names])
             dist.all_reduce(exact.div_(size))
             found = torch.cat([average[name].view(-1) for name in names])
-            assert outcome[2].read() == pytest.approx(squares_of(found, exact).tolist(), rel=1e-3)
+            error = relative_error(*squares_of(found, exact).tolist())
+            assert outcome.error == pytest.approx(error, rel=1e-3)
 
 
 def test_trials_have_what_was_not_sent_in_the_steps_before(run_ranks: Any) -> None:

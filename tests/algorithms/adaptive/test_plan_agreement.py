@@ -41,8 +41,8 @@ def take(hooks: Sequence[Agreeing], *steps: int) -> None:
 
 
 def begin(hooks: Sequence[Agreeing], *reports: object) -> None:
-    for rank, (hook, report) in enumerate(zip(hooks, reports, strict=True)):
-        hook.agreement.begin(report, rank=rank)
+    for hook, report in zip(hooks, reports, strict=True):
+        hook.agreement.begin(report)
 
 
 @pytest.mark.parametrize("length", [1, 100_000])
