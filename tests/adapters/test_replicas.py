@@ -1,6 +1,7 @@
 """``check_replicas`` notices models that are no longer equal."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
 from commhooks import CommHookError, CommHookMismatchError, DistributedDataParallel, check_replicas
+from commhooks.adapters import replicas
 from commhooks.testing import run_ranks
 
 
@@ -174,7 +177,11 @@ def hybrid_sharded(rank: int, world_size: int) -> str:
     commhooks.register(net, "bf16")
     check_replicas(net, every=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    train(net, optimizer, rank, 2)
+    local = replicas._local
+    with patch.object(replicas, "_local", side_effect=local) as compared:
+        train(net, optimizer, rank, 2)
+    # Shards, before FSDP gathers the parameters.
+    assert {type(call.args[0]) for call in compared.call_args_list} == {DTensor}
     if rank == 3:
         with torch.no_grad():
             net[1].weight.to_local().add_(1)

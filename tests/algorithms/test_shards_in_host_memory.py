@@ -1,7 +1,9 @@
 """``hierarchical`` in the memory that the ranks of a node share: Note [Shards in host memory]."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import DistributedDataParallel
+from commhooks.algorithms.averaging.hierarchical import Hierarchical
 from commhooks.comm.host_memory import share_bytes
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.testing import run_ranks
+from reducer import host_memory
 from reducer.native import HostGroup
 
 # Rows that 2 and 3 ranks do not divide, one row, none, and no dimension.
@@ -73,6 +77,54 @@ def test_more_ranks_per_node(ranks_per_node: int) -> None:
     for ours, gloos in run_ranks(averages, 6, torch.float32, options, False):
         for a, b in zip(ours, gloos, strict=True):
             torch.testing.assert_close(a, b)
+
+
+class Elsewhere(commhooks.CommHook):
+    """Returns the average in memory of its own."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        return await comm.all_reduce(bucket.buffer() / comm.size)
+
+
+def average_elsewhere(rank: int, world_size: int) -> Tensor:
+    model = DistributedDataParallel(nn.Linear(6, 4, bias=False))
+    commhooks.register(model, Hierarchical(Elsewhere(), ranks_per_node=2))
+    model(torch.full((6,), float(rank))).sum().backward()
+    return model.module.weight.grad  # type: ignore[union-attr,return-value]
+
+
+def test_an_inner_hook_may_return_other_memory() -> None:
+    assert all((mean == 1.5).all() for mean in run_ranks(average_elsewhere, 4))
+
+
+def on_hosts(rank: int, world_size: int, hosts: Sequence[str]) -> list[str]:
+    """Let ranks take themselves for ranks of these hosts."""
+    found = []
+    with patch.object(host_memory, "_identity", lambda: (hosts[rank],)):
+        model = DistributedDataParallel(nn.Linear(6, 4, bias=False))
+    handle = commhooks.register(model, "hierarchical", ranks_per_node=2)
+    for hook in ("hierarchical", "allreduce"):
+        handle.replace(hook, **({"ranks_per_node": 2} if hook == "hierarchical" else {}))
+        model.zero_grad()
+        model(torch.full((6,), float(rank))).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((4, 6), 1.5))  # type: ignore[union-attr]
+        found.append(handle.stats().transport)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "in_memory"),
+    [
+        ("aabb", [True, True, True, True]),
+        ("abab", [False, False, False, False]),
+        ("aaab", [True, True, False, False]),
+        ("abcd", [False, False, False, False]),
+    ],
+)
+def test_several_hosts(hosts: str, in_memory: list[bool]) -> None:
+    """Nodes of one host use its memory. Plain averaging needs all ranks to be there."""
+    ways = ["host memory in nodes" if each else "process group" for each in in_memory]
+    assert run_ranks(on_hosts, 4, hosts) == [[way, "process group"] for way in ways]
 
 
 def mean_of_half(rank: int, world_size: int) -> Tensor:

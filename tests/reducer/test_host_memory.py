@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import DistributedDataParallel
+from commhooks.lab.comparison.entry import Entry
 from commhooks.testing import run_ranks
 from reducer.native import HostGroup
 
@@ -460,6 +461,16 @@ def ways(rank: int, world_size: int) -> list[str]:
         found.append(handle.stats().transport)
         assert ("host memory" in str(handle.stats())) == (found[-1] == "host memory")
     return found
+
+
+def entries(rank: int, world_size: int) -> list[bool]:
+    entry = Entry.of("allreduce")
+    models = [entry.wrap(Many(), **options)[0] for options in ({}, {"host_memory": True})]
+    return [uses_host_memory(model) for model in models]  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_comparison_stand_for_hosts() -> None:
+    assert run_ranks(entries, 2) == [[False, True]] * 2
 
 
 def test_statistics_and_logging_data_say_which_way_a_step_went() -> None:
