@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +28,7 @@ class AgreesInSomeSteps(Protocol):
         """Return whether all ranks have the same model before the step with this number."""
 
 
-class ReplicaCheck:
+class ReplicaCheck(AbstractContextManager["ReplicaCheck"]):
     """Compares the model of this rank with the others' now and then: :func:`check_replicas`.
 
     A context manager that ends the checks.
@@ -48,15 +48,7 @@ class ReplicaCheck:
         self._hook.remove()
         self._pending = None
 
-    def __enter__(self) -> "ReplicaCheck":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _before_forward(self, model: nn.Module, *_: object) -> None:

@@ -374,7 +374,9 @@ char* HostGroup::map(Memory& memory, int rank, int64_t offset) const {
 std::vector<at::Tensor> HostGroup::tensors_at(
     const std::map<int64_t, int64_t>& offsets, const at::Tensor& own) const {
   const auto memory = owner_of<Memory>(own);
-  TORCH_CHECK(memory, "Expected a tensor in memory that ranks of this host share.");
+  TORCH_CHECK(
+      memory && memory->group.lock().get() == this,
+      "Expected a tensor in memory that this group has allocated.");
   const int64_t inside = offset_of(own) - memory->own->offset();
   std::vector<at::Tensor> tensors;
   for (const auto& [number, offset] : offsets) {

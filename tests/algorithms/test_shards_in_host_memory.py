@@ -127,6 +127,22 @@ def test_several_hosts(hosts: str, in_memory: list[bool]) -> None:
     assert run_ranks(on_hosts, 4, hosts) == [[way, "process group"] for way in ways]
 
 
+def use_again(rank: int, world_size: int) -> None:
+    """With other ranks, whose memory is not where that of the former ones was."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    hook = Hierarchical(ranks_per_node=2)
+    for group, expected in ((halves[rank // 2], rank // 2 * 2 + 0.5), (dist.group.WORLD, 1.5)):
+        model = DistributedDataParallel(nn.Linear(6, 4, bias=False), process_group=group)
+        handle = commhooks.register(model, hook)
+        model(torch.full((6,), float(rank))).sum().backward()
+        assert (model.module.weight.grad == expected).all(), (rank, model.module.weight.grad)  # type: ignore[union-attr]
+        handle.remove()
+
+
+def test_a_hook_may_be_registered_again() -> None:
+    run_ranks(use_again, 4)
+
+
 def mean_of_half(rank: int, world_size: int) -> Tensor:
     model = DistributedDataParallel(Many(torch.float16))
     commhooks.register(model, "hierarchical", ranks_per_node=2)

@@ -218,7 +218,7 @@ class Hierarchical(CommHook):
         """See Note [Shards in host memory]."""
         buffer, shards = bucket.buffer(), self._shards_of(bucket)
         shard = self._in_host_memory.get(bucket, self.state)
-        if shard is None:
+        if shard is None or HostGroup.of(shard) is not host:  # the hook was registered again
             shard = host.allocate(shards.numel, buffer.dtype)
             self._in_host_memory.put(bucket, shard)
         is_withheld = self.checks_finite and not bucket.all_finite()
