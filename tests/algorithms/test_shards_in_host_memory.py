@@ -136,7 +136,12 @@ def use_again(rank: int, world_size: int) -> None:
         handle = commhooks.register(model, hook)
         model(torch.full((6,), float(rank))).sum().backward()
         assert (model.module.weight.grad == expected).all(), (rank, model.module.weight.grad)  # type: ignore[union-attr]
+        assert handle.stats().transport == "host memory in nodes"
         handle.remove()
+    model = DistributedDataParallel(nn.Linear(6, 4, bias=False), host_memory=False)
+    handle = commhooks.register(model, hook)
+    model(torch.ones(6)).sum().backward()
+    assert handle.stats().transport == "process group"
 
 
 def test_a_hook_may_be_registered_again() -> None:

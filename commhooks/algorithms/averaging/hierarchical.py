@@ -155,6 +155,7 @@ class Hierarchical(CommHook):
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
         self._local_rank = group.rank() % self.ranks_per_node
         self._node = ranks_of_node(group.rank(), self.ranks_per_node)
+        self._in_host_memory = PerBucketCache()  # the ranks may be others than before
         own = self.nested_parameters(parameters).get("inner", parameters)
         self.inner.prepare(own, cast("dist.ProcessGroup", _Nodes(group, self.ranks_per_node)))
 
@@ -218,7 +219,7 @@ class Hierarchical(CommHook):
         """See Note [Shards in host memory]."""
         buffer, shards = bucket.buffer(), self._shards_of(bucket)
         shard = self._in_host_memory.get(bucket, self.state)
-        if shard is None or HostGroup.of(shard) is not host:  # the hook was registered again
+        if shard is None:
             shard = host.allocate(shards.numel, buffer.dtype)
             self._in_host_memory.put(bucket, shard)
         is_withheld = self.checks_finite and not bucket.all_finite()
