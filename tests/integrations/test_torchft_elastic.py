@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -94,18 +94,35 @@ def run(plans: list[Plan]) -> Found:
             dead = plans[-plans[-1].shards :]
             for process in processes[-len(dead) :]:
                 assert process.wait(TIMEOUT) == -signal.SIGKILL, output(plans)
+            # Who is back sooner than its heartbeat times out is never missed.
+            wait_for(lambda: all(map(has_gone_on, plans[: -len(dead)])), plans, processes[0])
             backs = [replace(each, life=1, dies_at=-1, hook=alive(each.hook)) for each in dead]
             plans += backs
             processes[-len(dead) :] = [stack.enter_context(started(back)) for back in backs]
-            deadline = time.monotonic() + TIMEOUT
-            while sum(found["committed"] for found in lines(backs[-1])) < TOGETHER:
-                assert time.monotonic() < deadline, output(plans)
-                assert processes[-1].poll() is None, output(plans)
-                time.sleep(0.05)
+            wait_for(
+                lambda: sum(line["committed"] for line in lines(backs[-1])) >= TOGETHER,
+                plans,
+                processes[-1],
+            )
             Path(backs[-1].folder, "end").touch()
         for process in processes:
             assert process.wait(TIMEOUT) == 0, output(plans)
     return {(plan.number, plan.life, plan.shard): lines(plan) for plan in plans}
+
+
+def has_gone_on(plan: Plan) -> bool:
+    """Return whether a survivor has gone on without the dead."""
+    return any(line["participants"] < plan.replicas for line in lines(plan))
+
+
+def wait_for(
+    condition: Callable[[], bool], plans: list[Plan], process: subprocess.Popen[bytes]
+) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, output(plans)
+        assert process.poll() is None, output(plans)
+        time.sleep(0.05)
 
 
 def alive(hook: dict[str, Any]) -> dict[str, Any]:
