@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from commhooks.fallback.codecs import CpuBlockCodec, rotate
-from commhooks.fallback.completion_queue import CompletionQueue
 from commhooks.fallback.sparse import (
     draw_indices,
     pack_indices,
@@ -26,7 +25,6 @@ from commhooks.fallback.sparse import (
 )
 
 __all__ = [
-    "CompletionQueue",
     "CpuBlockCodec",
     "all_finite",
     "draw_indices",

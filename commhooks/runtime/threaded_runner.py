@@ -19,7 +19,7 @@ from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares, declares
-from commhooks.native import CompletionQueue
+from commhooks.runtime.completion_queue import CompletionQueue
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import (
     EndOfStep,
@@ -194,7 +194,7 @@ class _Thread:
     """
 
     def __init__(self, name: str, groups: StageGroups, stream: SideStream) -> None:
-        self.queue = CompletionQueue()
+        self.queue = CompletionQueue(stream)
         self.executor: Executor | None = None
         """What fails if a call raises. Set it before the first call."""
         self._name = name
@@ -232,6 +232,7 @@ class _Thread:
     def join(self, timeout: float) -> None:
         if self._thread is not None:
             self._thread.join(timeout)
+            self.queue.join(timeout)
 
     @torch.no_grad()
     def _main(self) -> None:
@@ -239,12 +240,12 @@ class _Thread:
         with self._stream:
             while not self._is_stopped:
                 token = self.queue.get()
-                assert token is not None  # without a time-out
                 try:
                     self._functions.pop(token)()  # no variable may hold it while the thread waits
                 except BaseException as error:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self.executor.fail_because("the runner failed", error)
+        self.queue.close()
         self.groups.abandon()
 
     def _token_of(self, function: Callable[[], None]) -> int:

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <exception>
 #include <vector>
 
 namespace commhooks {
@@ -14,13 +15,51 @@ namespace commhooks {
 // waited for several times, and releases the Works after the first time. Has no future.
 class JoinedWork : public c10d::Work {
  public:
-  explicit JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  bool wait(std::chrono::milliseconds timeout) override;
+  explicit JoinedWork(Works works) : works_(std::move(works)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    Lock lock(waiting_);
+    if (!isCompleted()) {
+      wait_for_all(timeout);
+      release(lock);
+      finish(first_error_);
+    }
+    if (const auto error = exception()) {
+      std::rethrow_exception(error);
+    }
+    return true;
+  }
+
+ protected:
+  // Waits for all Works even after an error, as their tensors are in use until then.
+  virtual void wait_for_all(std::chrono::milliseconds timeout) {
+    for (const auto& work : works_) {
+      attempt([&] { work->wait(timeout); });
+    }
+  }
+  // Runs a part of `wait_for_all`, and keeps its exception if it is the first one.
+  template <typename Part>
+  void attempt(const Part& part) {
+    try {
+      part();
+    } catch (const std::exception&) {
+      if (!first_error_) {
+        first_error_ = std::current_exception();
+      }
+    }
+  }
+  // Drops what `wait_for_all` has used, after `lock` has been released.
+  virtual void release(Lock& lock) {
+    lock.replace(works_, {});
+  }
+
+  Works works_;
+  std::exception_ptr first_error_;
 
  private:
   std::mutex waiting_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 }  // namespace commhooks

@@ -1,58 +1,12 @@
 #include "bindings/commhooks/register.h"
-#include "comm/completion_queue.h"
 #include "comm/joined_work.h"
 #include "comm/ring_gather.h"
-
-#include <pybind11/chrono.h>
 
 namespace py = pybind11;
 
 namespace commhooks {
-namespace {
-
-// See Note [Locks and the GIL].
-struct DeleteWithoutGil {
-  void operator()(CompletionQueue* queue) const {
-    const py::gil_scoped_release no_gil;
-    delete queue;
-  }
-};
-
-}  // namespace
 
 void register_comm(py::module_& module) {
-  py::class_<CompletionQueue, std::unique_ptr<CompletionQueue, DeleteWithoutGil>>(
-      module, "CompletionQueue", R"(
-A queue of integer tokens on which one thread can wait for many collectives.)")
-      .def(py::init<>())
-      .def(
-          "put", &CompletionQueue::put, py::arg("token"), py::call_guard<py::gil_scoped_release>(),
-          "Append `token`.")
-      .def(
-          "watch", &CompletionQueue::watch, py::arg("work"), py::arg("token"), py::arg("stage") = 0,
-          py::call_guard<py::gil_scoped_release>(),
-          R"(
-Append `token` once `work` has completed, with or without an error. The thread that completes the
-work does not take the GIL. Works without a future (point-to-point on Gloo) are waited for in the
-order of the calls, by one thread per `stage`.)")
-      .def("forget", &CompletionQueue::forget, py::call_guard<py::gil_scoped_release>(), R"(
-Let new threads wait for the works that no thread waits for yet, and for later ones. Call it when
-some work may never complete.)")
-      .def(
-          "get",
-          [](CompletionQueue& self, std::optional<double> timeout_seconds) {
-            py::gil_scoped_release no_gil;
-            std::optional<std::chrono::duration<double>> timeout;
-            if (timeout_seconds) {
-              timeout.emplace(*timeout_seconds);
-            }
-            return self.get(timeout);
-          },
-          py::arg("timeout_seconds") = py::none(),
-          R"(
-Remove and return the oldest token, waiting for one without the GIL. Return None after
-`timeout_seconds`.)");
-
   module.def(
       "join_works",
       [](std::vector<c10::intrusive_ptr<c10d::Work>> works) -> c10::intrusive_ptr<c10d::Work> {
