@@ -76,26 +76,30 @@ class NoopHook(NativeHook):
     def __init__(self) -> None: ...
 
 @final
+class ReducerOptions:
+    def __init__(self) -> None: ...
+    names: list[str]
+    keys: list[int]
+    sparse: list[bool]
+    key_groups: dict[int, dist.ProcessGroup]
+    late_key: int | None
+    bucket_bytes: list[int]
+    small_last_bucket: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    stable_buckets: bool
+    skip_unused_buckets: bool
+    release_buckets: bool
+
+@final
 class Reducer:
     def __init__(
         self,
         parameters: Sequence[Tensor],
+        options: ReducerOptions,
         process_group: dist.ProcessGroup,
-        *,
         transport: Transport | None = None,
-        names: Sequence[str],
-        keys: Sequence[int],
-        sparse: Sequence[bool],
-        key_groups: dict[int, dist.ProcessGroup],
-        late_key: int | None,
-        bucket_bytes: Sequence[int],
-        small_last_bucket: bool = False,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = False,
-        stable_buckets: bool = False,
-        skip_unused_buckets: bool = False,
-        release_buckets: bool = False,
     ) -> None: ...
     def prepare_for_backward(self, outputs: Sequence[Tensor], scale: float = 1.0) -> None: ...
     def match_backward(self, skipped: Sequence[bool]) -> None: ...
@@ -146,7 +150,7 @@ class Reducer:
     @steps.setter
     def steps(self, steps: int) -> None: ...
 
-def last_change(dicts: list[dict[str, Any]]) -> int: ...
+def are_values(dicts: list[dict[str, Any]], values: list[Any]) -> bool: ...
 def any_requires_grad(tensors: list[Tensor]) -> bool: ...
 def pack(
     tensors: Sequence[Tensor], flat: Tensor, scale: float = 1.0, finite: Tensor | None = None

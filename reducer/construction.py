@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _get_device_index
 from torch.distributed.device_mesh import DeviceMesh
 
+from reducer import native  # not its classes, which are missing without extensions
 from reducer.agreement import check_agreement
 from reducer.buffers import broadcast
 from reducer.host_memory import connect_host
-from reducer.native import Reducer
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
-
-__all__: list[str] = []
 
 # Name, shape, strides and dtype of a parameter.
 Description = tuple[str, tuple[int, ...], tuple[int, ...], str]
@@ -104,15 +103,8 @@ def choose_devices(
                 "first."
             )
         return None, None
-    ids = [_device_index(device) for device in device_ids]
-    return ids, ids[0] if output_device is None else _device_index(output_device)
-
-
-def _device_index(device: int | torch.device) -> int:
-    index = device if isinstance(device, int) else torch.device(device).index
-    if index is None:
-        raise ValueError(f"Expected a device with an index, as in cuda:0, found {device}.")
-    return index
+    ids = [_get_device_index(device) for device in device_ids]
+    return ids, ids[0] if output_device is None else _get_device_index(output_device)
 
 
 def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -189,34 +181,28 @@ def make_reducer(
     named_parameters: NamedParameters,
     process_group: dist.ProcessGroup,
     options: WrapperOptions,
-) -> Reducer:
+) -> native.Reducer:
     """Return a reducer of those of the parameters that require a gradient.
 
     The environment variable ``DDP_SET_LAST_BUCKET_CAP=1`` makes the last bucket the small one.
     """
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    numbered = options.group_keys.number(trained)
     sparse = sparse_parameters(module)
-    return Reducer(
-        [parameter for _, parameter in trained],
-        process_group,
-        transport=(
-            connect_host(process_group, trained[0][1].device) if options.host_memory else None
-        ),
-        names=[name for name, _ in trained],
-        keys=numbered.keys,
-        sparse=[parameter in sparse for _, parameter in trained],
-        key_groups=numbered.process_groups,
-        late_key=numbered.late,
-        bucket_bytes=options.bucket_bytes,
-        small_last_bucket=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
-        find_unused_parameters=options.find_unused_parameters,
-        static_graph=options.static_graph,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
-        stable_buckets=options.stable_buckets,
-        skip_unused_buckets=options.skip_all_reduce_unused_params,
-        release_buckets=options.lazy_bucket_allocation,
-    )
+    settings = native.ReducerOptions()
+    options.group_keys.number(trained, settings)
+    settings.names = [name for name, _ in trained]
+    settings.sparse = [parameter in sparse for _, parameter in trained]
+    settings.bucket_bytes = list(options.bucket_bytes)
+    settings.small_last_bucket = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+    settings.find_unused_parameters = options.find_unused_parameters
+    settings.static_graph = options.static_graph
+    settings.gradient_as_bucket_view = options.gradient_as_bucket_view
+    settings.stable_buckets = options.stable_buckets
+    settings.skip_unused_buckets = options.skip_all_reduce_unused_params
+    settings.release_buckets = options.lazy_bucket_allocation
+    parameters = [parameter for _, parameter in trained]
+    host = connect_host(process_group, parameters[0].device) if options.host_memory else None
+    return native.Reducer(parameters, settings, process_group, host)
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:

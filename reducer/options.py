@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-__all__: list[str] = []
+from reducer import native
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -17,19 +17,6 @@ MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_BYTES = MIB
 _DELAYED = "reducer: delayed"
-
-
-@dataclass(frozen=True)
-class NumberedKeys:
-    """Keys in the form that the reducer expects: integers, in the order of first appearance.
-
-    ``keys``: one per parameter. ``process_groups``: by key, for keys that have one of their own.
-    ``late``: the key of the parameters that are averaged last, if there are any.
-    """
-
-    keys: list[int]
-    process_groups: dict[int, dist.ProcessGroup]
-    late: int | None
 
 
 class GroupKeys:
@@ -60,10 +47,11 @@ class GroupKeys:
         """Return the group that the parameter is averaged over, or None for the model's group."""
         return self.process_groups.get(self._key(name, parameter))
 
-    def number(self, named_parameters: NamedParameters) -> NumberedKeys:
-        """Return the keys as numbers, which are equal on all ranks if the parameters are.
+    def number(self, named_parameters: NamedParameters, settings: native.ReducerOptions) -> None:
+        """Set the keys of ``settings``: numbers, in the order of first appearance.
 
-        Raises ValueError if a process group has a key that no parameter has.
+        They are equal on all ranks if the parameters are. Raises ValueError if a process group has
+        a key that no parameter has.
         """
         keys = [self._key(name, parameter) for name, parameter in named_parameters]
         if unknown := self.process_groups.keys() - set(keys):
@@ -72,9 +60,9 @@ class GroupKeys:
                 f"{sorted(unknown, key=str)}; it gives {sorted(set(keys), key=str)}."
             )
         numbers: dict[Hashable, int] = {}
-        numbered = [numbers.setdefault(key, len(numbers)) for key in keys]
-        groups = {numbers[key]: group for key, group in self.process_groups.items()}
-        return NumberedKeys(numbered, groups, numbers.get(_DELAYED))
+        settings.keys = [numbers.setdefault(key, len(numbers)) for key in keys]
+        settings.key_groups = {numbers[key]: it for key, it in self.process_groups.items()}
+        settings.late_key = numbers.get(_DELAYED)
 
     def _key(self, name: str, parameter: nn.Parameter) -> Hashable:
         if name in self._delayed:

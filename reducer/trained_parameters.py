@@ -22,43 +22,16 @@ compared: the next step raises the error about parameters without gradients.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from reducer import native  # not its functions, which are missing without extensions
-from reducer.options import WrapperOptions
-
-__all__: list[str] = []
+from reducer.torch_internals import TorchNames
 
 _MOST_NAMES = 20
-
-
-class WrappedModel(Protocol):
-    """What this module uses of DistributedDataParallel."""
-
-    module: nn.Module
-    options: WrapperOptions
-    parameter_names: dict[nn.Parameter, str]
-    parameters_to_ignore: set[str]
-    process_group: dist.ProcessGroup
-    reducer: native.Reducer
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the wrapper and all modules in it."""
-
-
-def named_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of ``module``, except those with ``ignored`` names."""
-    return [(name, it) for name, it in module.named_parameters() if name not in ignored]
-
-
-def _named(model: WrappedModel) -> dict[str, nn.Parameter]:
-    return dict(named_parameters(model.module, model.parameters_to_ignore))
 
 
 class TrainedParameters:
@@ -66,25 +39,24 @@ class TrainedParameters:
 
     _dicts: list[dict[str, Any]]  # of modules and parameters
     _values: list[Any]
-    _last_change: int
     _frozen: list[Tensor]
 
-    def __init__(self, model: WrappedModel) -> None:
+    def __init__(self, model: TorchNames) -> None:
         self._kinds = {it: (it.dtype, it.device) for it in model.parameter_names}
-        self._record(model, _named(model))
+        self._record(model, model.not_ignored_parameters())
 
-    def check(self, model: WrappedModel) -> None:
+    def check(self, model: TorchNames) -> None:
         """Raise RuntimeError if gradients of the module's parameters would not be averaged.
 
         Names these parameters. See Note [Changed parameters].
         """
         if (
-            self._contains_the_same()
+            native.are_values(self._dicts, self._values)
             and not native.any_requires_grad(self._frozen)
             and model.reducer.is_attached
         ):
             return
-        named = _named(model)
+        named = model.not_ignored_parameters()
         changes = [*self._added(model, named), *self._removed(model, named)]
         if changes:
             if len(changes) > _MOST_NAMES:
@@ -103,28 +75,17 @@ class TrainedParameters:
         """Do not compare any longer."""
         self._dicts, self._values, self._frozen = [], [], []
 
-    def _contains_the_same(self) -> bool:
-        change = native.last_change(self._dicts)
-        if change == self._last_change:
-            return True
-        values = [value for it in self._dicts for value in it.values()]
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            return False
-        self._last_change = change  # of objects that are back, e.g. after casts for mixed precision
-        return True
-
-    def _record(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> None:
+    def _record(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> None:
         modules = list(model.modules())
         contents = chain((it._modules for it in modules), (it._parameters for it in modules))  # noqa: SLF001
         # Those of a ScriptModule are not dictionaries.
         self._dicts = [it for it in contents if isinstance(it, dict)]
-        self._last_change = native.last_change(self._dicts)
         self._values = [value for it in self._dicts for value in it.values()]
         self._frozen = [
             it for it in named.values() if not it.requires_grad and it not in self._kinds
         ]
 
-    def _added(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    def _added(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
         """Describe the parameters that require a gradient, which the reducer cannot average."""
         names = set(model.parameter_names.values())
         frozen = set(self._frozen)
@@ -144,7 +105,7 @@ class TrainedParameters:
             elif parameter.device != device:
                 yield f'"{name}" is on {parameter.device} instead of {device}'
 
-    def _removed(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    def _removed(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
         """Describe the reducer's parameters that no forward can use any longer."""
         if model.options.find_unused_parameters:
             return

@@ -316,20 +316,20 @@ HostGroup::Address HostGroup::address() const {
 
 void HostGroup::connect(const std::map<int64_t, Address>& addresses) {
   for (const auto& [rank, address] : addresses) {
-    File arena = open_file_of(address.process, address.file);
+    const auto [process, file, offset, nonce] = address;
+    File arena = open_file_of(process, file);
     Window first_page(arena.descriptor(), 0, page_bytes());
-    Window control(arena.descriptor(), address.offset, control_memory_->bytes());
-    if (address.nonce == control_.nonce) {
+    Window control(arena.descriptor(), offset, control_memory_->bytes());
+    if (nonce == control_.nonce) {
       rank_ = static_cast<int>(peers_.size());
     }
     ranks_.push_back(rank);
     peers_.push_back(
-        {std::move(arena), watch_process(address.process), std::move(first_page),
-         std::move(control)});
+        {std::move(arena), watch_process(process), std::move(first_page), std::move(control)});
     // Another process may have got this id in another namespace of processes.
     TORCH_CHECK(
-        peers_.back().control().nonce == address.nonce, "Process ", address.process,
-        " is not rank ", rank, ", which published its memory.");
+        peers_.back().control().nonce == nonce, "Process ", process, " is not rank ", rank,
+        ", which published its memory.");
   }
 }
 

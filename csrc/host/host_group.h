@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace commhooks {
@@ -44,13 +45,9 @@ namespace commhooks {
 // sleeps there. The sleeper wakes up now and then to see whether a peer has died.
 class HostGroup final : public Transport, public std::enable_shared_from_this<HostGroup> {
  public:
-  // What peers need to know of a rank.
-  struct Address {
-    int64_t process;  // its id
-    int64_t file;     // the descriptor of its arena
-    int64_t offset;   // of its control block
-    uint64_t nonce;   // in the control block
-  };
+  // What peers need to know of a rank: the id of its process, the descriptor of its arena, the
+  // offset of its control block there, and the nonce in that block.
+  using Address = std::tuple<int64_t, int64_t, int64_t, uint64_t>;
 
   // Throws std::system_error if the system lacks what is needed.
   static std::shared_ptr<HostGroup> create();

@@ -133,7 +133,7 @@ void Bucket::begin_step() {
 
 void Bucket::end_step() {
   reduction = {};
-  store_ = local_gradients();
+  store_ = {};
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
@@ -147,7 +147,7 @@ void Bucket::enter_stream() {
     return;
   }
   for (const at::Tensor& parameter : parameters_) {
-    if (const at::Tensor grad = store_->get(parameter); grad.defined()) {
+    if (const at::Tensor grad = store_.get(parameter); grad.defined()) {
       record_on_current_stream(grad);
     }
   }
@@ -161,7 +161,7 @@ void Bucket::enter_stream() {
 void Bucket::gather(const PackFormat& format, size_t i) {
   gathered_[i] = 1;
   const at::Tensor target = packed(format);
-  const at::Tensor original = store_->get(parameters_[i]);
+  const at::Tensor original = store_.get(parameters_[i]);
   if (!original.defined()) {
     if (copier_.copies_pieces()) {
       const auto length = static_cast<int64_t>(layout_->lengths[i]);
@@ -189,7 +189,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
     destinations_.push_back(view(target, i));
   }
   if (grads_are_views_ && !is_view) {
-    store_->set(parameters_[i], views_[i]);
+    store_.set(parameters_[i], views_[i]);
     kept_.push_back(grad);
   } else if (!grad.is_alias_of(original)) {
     kept_.push_back(grad);  // a temporary copy
@@ -221,7 +221,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   if (is_sparse) {
     return pack_sparse(format);
   }
-  if (store_->is_nowhere()) {
+  if (store_.is_nowhere()) {
     // Gradients may be views of the bucket's own memory.
     return memory(format.dtype.value_or(dtype())).zero_();
   }
@@ -241,7 +241,7 @@ at::Tensor Bucket::no_rows(const at::Tensor& parameter) const {
 }
 
 at::Tensor Bucket::pack_sparse(const PackFormat& format) const {
-  const at::Tensor grad = store_->get(parameters_.front());
+  const at::Tensor grad = store_.get(parameters_.front());
   if (!grad.defined()) {
     return no_rows(parameters_.front());
   }
@@ -276,7 +276,7 @@ at::Tensor Bucket::new_gradient(size_t position) {
 void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positions) {
   if (is_sparse) {
     if (!positions.empty()) {
-      store_->set(parameters_.front(), result);
+      store_.set(parameters_.front(), result);
     }
     return;
   }
@@ -287,10 +287,10 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> destinations;
   for (const size_t i : positions) {
-    at::Tensor original = store_->get(parameters_[i]);
+    at::Tensor original = store_.get(parameters_[i]);
     if (!original.defined() || original.is_conj()) {
       original = new_gradient(i);
-      store_->set(parameters_[i], original);
+      store_.set(parameters_[i], original);
     }
     if (already_there) {
       continue;

@@ -75,7 +75,7 @@ class Bucket {
   // Owns nothing of the step before, so it may be called under a lock.
   void begin_step();
   // Reads gradients from `store` until the step ends.
-  void set_store(std::shared_ptr<const GradientStore> store) {
+  void set_store(GradientStore store) {
     store_ = std::move(store);
   }
   // Drops everything of the step but the memory of the bucket.
@@ -165,7 +165,7 @@ class Bucket {
   TransportPtr transport_;
   int64_t numel_;
   Copier copier_;
-  std::shared_ptr<const GradientStore> store_ = local_gradients();
+  GradientStore store_;
   at::Tensor flat_;                // in the dtype of the gradients; allocated when first needed
   std::vector<at::Tensor> views_;  // of flat_, one per `.grad`
   at::Tensor wire_;  // in the dtype that a hook asked for; allocated when first needed

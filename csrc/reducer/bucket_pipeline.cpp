@@ -52,7 +52,7 @@ void BucketPipeline::set_hook(std::shared_ptr<Hook> hook) {
   hook->use_transport(process_group(), transport());
   Lock lock(turn_.mutex);
   TORCH_CHECK(
-      state_.phase() == Phase::Idle || !tracker_.any(), groups_.rank_prefix(),
+      phase_ == Phase::Idle || !tracker_.any(), groups_.rank_prefix(),
       "The hook can only be changed between two steps, and a backward is under way.");
   ReductionGroup& group = groups_.of_users();
   lock.replace(group.hook, std::move(hook));
@@ -89,7 +89,7 @@ void BucketPipeline::await_after_backward(
 void BucketPipeline::wait_for_turn_locked(Lock& lock) {
   lock.wait(turn_.changed, [&] {
     return turn_.is_mine() ||
-        (turn_.is_open() && !turn_.has_helpers() && state_.phase() != Phase::Abandoned);
+        (turn_.is_open() && !turn_.has_helpers() && phase_ != Phase::Abandoned);
   });
 }
 
@@ -109,7 +109,11 @@ void BucketPipeline::replace_groups_locked(Lock& lock, ReductionGroups groups, B
 
 void BucketPipeline::begin_step_locked(Lock& lock, Step step, std::vector<size_t> absent) {
   wait_for_turn_locked(lock);
-  state_.expect();
+  TORCH_CHECK(
+      phase_ == Phase::Idle || phase_ == Phase::Collecting,
+      "The last backward has not been finished: with manual finalization, call "
+      "finalize_backward() after each backward.");
+  phase_ = Phase::Collecting;
   lock.replace(step_, std::move(step));
   unused_.begin_step(tracks_use_locked());
   groups_.begin_step();
@@ -145,7 +149,7 @@ void BucketPipeline::skip_locked(const std::vector<size_t>& absent) {
 
 void BucketPipeline::begin_backward_locked(Lock& lock) {
   step_.times.backward_start = Clock::now();
-  if (auto store = current_gradients(); store != step_.store) {
+  if (auto store = GradientStore::current(); store != step_.store) {
     lock.replace(step_.store, std::move(store));
     for (auto& bucket : buckets_.all) {
       bucket->set_store(step_.store);
@@ -154,7 +158,7 @@ void BucketPipeline::begin_backward_locked(Lock& lock) {
 }
 
 void BucketPipeline::note_use_locked(size_t index) {
-  if (tracks_use_locked() && step_.store->has(parameters_[index])) {
+  if (tracks_use_locked() && step_.store.has(parameters_[index])) {
     unused_.add_use(index);
   }
 }
@@ -210,13 +214,13 @@ void BucketPipeline::end_collecting() {
   bool waits = true;
   {
     Lock lock(turn_.mutex);
-    lock.wait(turn_.changed, [&] { return turn_.is_open() || !state_.collecting(); });
-    if (!state_.collecting() || step_.next_launch < buckets_.all.size()) {
+    lock.wait(turn_.changed, [&] { return turn_.is_open() || phase_ != Phase::Collecting; });
+    if (phase_ != Phase::Collecting || step_.next_launch < buckets_.all.size()) {
       // Another backward may bring the rest; otherwise the next forward raises an error.
       return;
     }
     turn.begin();
-    state_.drain();
+    phase_ = Phase::Draining;
     waits = !manual_finalization_;
   }
   if (unused_.shares_use()) {
@@ -240,7 +244,7 @@ struct BucketPipeline::Launch {
   std::shared_ptr<Hook> hook;
   GroupPtr process_group;
   PackFormat format;
-  std::shared_ptr<const GradientStore> store;
+  GradientStore store;
   size_t index;  // among the buckets of the hook
   bool is_last;
   int64_t step;
@@ -290,7 +294,7 @@ bool BucketPipeline::launch_or_finish_next(Turn::Holder& turn) {
 }
 
 bool BucketPipeline::has_ready_bucket_locked() const {
-  return state_.collecting() && step_.next_launch < buckets_.all.size() &&
+  return phase_ == Phase::Collecting && step_.next_launch < buckets_.all.size() &&
       buckets_.all[step_.next_launch]->progress.missing == 0;
 }
 
@@ -316,7 +320,7 @@ void BucketPipeline::launch(const Launch& launch) {
   }
   bucket.enter_stream();
   if (options_.gradient_as_bucket_view && options_.allows_unused()) {
-    unused_.keep(bucket, parameters_, *launch.store);
+    unused_.keep(bucket, parameters_, launch.store);
   }
   const std::shared_ptr<GradBucket> packed = pack(launch);
   const Recorder::Scope launching(recorder_, Activity::Launch, bucket.index);
@@ -347,14 +351,14 @@ std::shared_ptr<GradBucket> BucketPipeline::pack(const Launch& launch) {
 
 bool BucketPipeline::has_ended() const {
   const Lock lock(turn_.mutex);
-  return state_.phase() == Phase::Idle;
+  return phase_ == Phase::Idle;
 }
 
 // ------------------------------------------------------------------------------------- and back
 
 // Returns the next bucket to be written back while backward goes on, if its average is there.
 Bucket* BucketPipeline::next_completed_locked() {
-  if (!observer_ || unused_.shares_use() || !state_.collecting() ||
+  if (!observer_ || unused_.shares_use() || phase_ != Phase::Collecting ||
       step_.next_finish == step_.next_launch) {
     return nullptr;
   }
@@ -420,7 +424,7 @@ std::string BucketPipeline::describe_average(const Bucket& bucket) const {
 // The averages of parameters that this rank used are written at once, those of others once it is
 // known whether any rank used them.
 void BucketPipeline::write_back(Bucket& bucket, const at::Tensor& average) {
-  if (step_.store->is_nowhere()) {
+  if (step_.store.is_nowhere()) {
     return;
   }
   std::vector<size_t> positions;
@@ -464,7 +468,7 @@ void BucketPipeline::finalize_backward() {
   Turn::Holder turn(turn_);
   {
     Lock lock(turn_.mutex);
-    const auto is_draining = [&] { return state_.phase() == Phase::Draining; };
+    const auto is_draining = [&] { return phase_ == Phase::Draining; };
     lock.wait(turn_.changed, [&] { return turn_.is_open() || !is_draining(); });
     if (!is_draining()) {
       return;
@@ -484,7 +488,7 @@ void BucketPipeline::drain() {
   if (unused_.shares_use()) {
     finish_unused();
   }
-  unused_.restore(parameters_, *step_.store);
+  unused_.restore(parameters_, step_.store);
   wait_for_awaited();
   if (options_.release_buckets) {
     for (auto& bucket : buckets_.all) {
@@ -496,7 +500,7 @@ void BucketPipeline::drain() {
     check_draining_locked();
     count_step_locked();
     lock.replace(step_, {});
-    state_.finish();
+    phase_ = Phase::Idle;
   }
   clear_step();
 }
@@ -543,7 +547,7 @@ void BucketPipeline::wait_for_awaited() {
 
 void BucketPipeline::check_draining_locked() const {
   TORCH_CHECK(
-      state_.phase() == Phase::Draining, groups_.rank_prefix(),
+      phase_ == Phase::Draining, groups_.rank_prefix(),
       "The step was ended before all averages were written back: a hook, an observer or another "
       "thread has called abandon() or another method that ends it.");
 }
@@ -588,8 +592,8 @@ void BucketPipeline::finish_unused() {
   unused_.forget_use();
   if (options_.static_graph) {
     unused_.remember(everywhere);
-    if (step_.store->is_nowhere()) {
-      tracker_.set_expected(everywhere.gradients());
+    if (step_.store.is_nowhere()) {
+      tracker_.set_expected(everywhere.gradients);
     }
   }
 }
@@ -600,14 +604,14 @@ void BucketPipeline::abandon() noexcept {
   {
     const Lock lock(turn_.mutex);
     tracker_.end_backward();
-    if (state_.phase() == Phase::Idle || (is_dropping_ && turn_.is_mine())) {
+    if (phase_ == Phase::Idle || (is_dropping_ && turn_.is_mine())) {
       return;
     }
-    is_drained_elsewhere = state_.phase() == Phase::Draining && !turn_.is_open();
+    is_drained_elsewhere = phase_ == Phase::Draining && !turn_.is_open();
     if (is_drained_elsewhere) {
       helper.begin();  // the step does not end before this thread has spoken to the hooks
     }
-    state_.abandon();
+    phase_ = Phase::Abandoned;
     tracker_.expect_local();  // the rest of the backward that has failed
     turn_.changed.notify_all();
   }
@@ -620,9 +624,9 @@ void BucketPipeline::abandon() noexcept {
   {
     Lock lock(turn_.mutex);
     lock.wait(turn_.changed, [&] {
-      return state_.phase() != Phase::Abandoned || (turn_.is_open() && !turn_.has_helpers());
+      return phase_ != Phase::Abandoned || (turn_.is_open() && !turn_.has_helpers());
     });
-    if (state_.phase() != Phase::Abandoned) {
+    if (phase_ != Phase::Abandoned) {
       return;  // another thread has dropped the buckets
     }
     turn.begin();
@@ -635,7 +639,7 @@ void BucketPipeline::abandon() noexcept {
   tracker_.forget_order();
   lock.replace(step_, {});
   lock.replace(awaited_, {});
-  state_.end();
+  phase_ = Phase::Idle;
   turn.end();
   turn_.changed.notify_all();
 }

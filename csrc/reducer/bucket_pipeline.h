@@ -71,7 +71,7 @@ class BucketPipeline {
   // --- collecting gradients ---
 
   Phase phase_locked() const {
-    return state_.phase();
+    return phase_;
   }
   // Idle or Collecting -> Collecting. `absent`: parameters that will get no gradient.
   void begin_step_locked(Lock& lock, Step step, std::vector<size_t> absent);
@@ -155,12 +155,9 @@ class BucketPipeline {
     return completed_;
   }
 
-  // Records when each activity happens, until `stop_recording`, which returns the records.
-  void start_recording() {
-    recorder_.start();
-  }
-  std::vector<Span> stop_recording() {
-    return recorder_.stop();
+  // Records when each activity happens.
+  Recorder& recorder() {
+    return recorder_;
   }
 
  private:
@@ -211,7 +208,7 @@ class BucketPipeline {
 
   ReductionGroups groups_;
   BucketSet buckets_;
-  StepState state_;
+  Phase phase_ = Phase::Idle;
   Step step_;
   UnusedParameters unused_;
   int64_t completed_ = 0;   // synchronized backward passes since the last change of groups

@@ -8,43 +8,33 @@
 #include <utility>
 
 namespace commhooks {
-namespace {
 
-class LocalGradients final : public GradientStore {
- public:
-  at::Tensor get(const at::Tensor& parameter) const override {
-    return parameter.grad();
-  }
-  bool has(const at::Tensor& parameter) const override {
-    return parameter.grad().defined();
-  }
-  void set(const at::Tensor& parameter, at::Tensor gradient) const override {
-    parameter.mutable_grad() = std::move(gradient);
-  }
-};
-
-class NoGradients final : public GradientStore {
- public:
-  at::Tensor get(const at::Tensor& /*parameter*/) const override {
-    return {};
-  }
-  bool has(const at::Tensor& /*parameter*/) const override {
-    return false;
-  }
-  void set(const at::Tensor& /*parameter*/, at::Tensor /*gradient*/) const override {}
-  bool is_nowhere() const override {
-    return true;
-  }
-};
-
+GradientStore GradientStore::current() {
+  GradientStore store;
 #ifdef COMMHOOKS_HAS_RPC
-namespace dist_autograd = torch::distributed::autograd;
+  store.context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+#endif
+  return store;
+}
 
-class ContextGradients final : public GradientStore {
- public:
-  explicit ContextGradients(dist_autograd::ContextPtr context) : context_(std::move(context)) {}
+GradientStore GradientStore::nowhere() {
+  GradientStore store;
+  store.is_nowhere_ = true;
+  return store;
+}
 
-  at::Tensor get(const at::Tensor& parameter) const override {
+bool GradientStore::has(const at::Tensor& parameter) const {
+#ifdef COMMHOOKS_HAS_RPC
+  if (context_) {
+    return context_->getGradients().contains(parameter);
+  }
+#endif
+  return !is_nowhere_ && parameter.grad().defined();
+}
+
+at::Tensor GradientStore::get(const at::Tensor& parameter) const {
+#ifdef COMMHOOKS_HAS_RPC
+  if (context_) {
     at::Tensor found;
     if (has(parameter)) {
       context_->runGradCallbackForVariable(parameter, [&](at::Tensor& gradient) {
@@ -54,12 +44,13 @@ class ContextGradients final : public GradientStore {
     }
     return found;
   }
+#endif
+  return is_nowhere_ ? at::Tensor() : parameter.grad();
+}
 
-  bool has(const at::Tensor& parameter) const override {
-    return context_->getGradients().contains(parameter);
-  }
-
-  void set(const at::Tensor& parameter, at::Tensor gradient) const override {
+void GradientStore::set(const at::Tensor& parameter, at::Tensor gradient) const {
+#ifdef COMMHOOKS_HAS_RPC
+  if (context_) {
     TORCH_CHECK(
         has(parameter),
         "A parameter that this rank did not use in a distributed autograd context cannot get a "
@@ -68,32 +59,12 @@ class ContextGradients final : public GradientStore {
       place = std::move(gradient);
       return true;
     });
-  }
-
- private:
-  dist_autograd::ContextPtr context_;
-};
-#endif
-
-}  // namespace
-
-std::shared_ptr<const GradientStore> current_gradients() {
-#ifdef COMMHOOKS_HAS_RPC
-  if (auto context = dist_autograd::ThreadLocalDistAutogradContext::getContextPtr()) {
-    return std::make_shared<ContextGradients>(std::move(context));
+    return;
   }
 #endif
-  return local_gradients();
-}
-
-const std::shared_ptr<const GradientStore>& local_gradients() {
-  static const std::shared_ptr<const GradientStore> store = std::make_shared<LocalGradients>();
-  return store;
-}
-
-const std::shared_ptr<const GradientStore>& no_gradients() {
-  static const std::shared_ptr<const GradientStore> store = std::make_shared<NoGradients>();
-  return store;
+  if (!is_nowhere_) {
+    parameter.mutable_grad() = std::move(gradient);
+  }
 }
 
 }  // namespace commhooks

@@ -5,32 +5,38 @@
 
 #include <memory>
 
+namespace torch::distributed::autograd {
+class DistAutogradContext;
+}
+
 namespace commhooks {
 
 // Either `.grad`; or the torch.distributed.autograd context, if backward runs inside one; or
 // nothing, on a rank that takes part in a step with zeros.
 class GradientStore {
  public:
-  virtual ~GradientStore() = default;
+  // The store that is `.grad`.
+  GradientStore() = default;
+  // Returns the store of the backward that this thread runs.
+  static GradientStore current();
+  // Returns the store that has no gradients and stores none; `.grad` is neither read nor written.
+  static GradientStore nowhere();
+
   // Returns an undefined tensor if the parameter has no gradient.
-  virtual at::Tensor get(const at::Tensor& parameter) const = 0;
+  at::Tensor get(const at::Tensor& parameter) const;
   // Returns whether the parameter has a gradient, without owning it for a moment: it may be called
   // under a lock.
-  virtual bool has(const at::Tensor& parameter) const = 0;
-  virtual void set(const at::Tensor& parameter, at::Tensor gradient) const = 0;
-  // Whether it has no gradients and stores none, so that averages need not be written.
-  virtual bool is_nowhere() const {
-    return false;
+  bool has(const at::Tensor& parameter) const;
+  void set(const at::Tensor& parameter, at::Tensor gradient) const;
+  // Whether averages need not be written.
+  bool is_nowhere() const {
+    return is_nowhere_;
   }
+  bool operator==(const GradientStore&) const = default;
+
+ private:
+  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;  // null: none
+  bool is_nowhere_ = false;
 };
-
-// Returns the store of the backward that this thread runs.
-std::shared_ptr<const GradientStore> current_gradients();
-
-// Returns the store that is `.grad`.
-const std::shared_ptr<const GradientStore>& local_gradients();
-
-// Returns the store without gradients; `.grad` is neither read nor written.
-const std::shared_ptr<const GradientStore>& no_gradients();
 
 }  // namespace commhooks

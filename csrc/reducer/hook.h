@@ -49,12 +49,26 @@ class PendingResult {
 // One that completes with a future.
 class FutureResult : public PendingResult {
  public:
-  explicit FutureResult(c10::intrusive_ptr<c10::ivalue::Future> future);
+  explicit FutureResult(c10::intrusive_ptr<c10::ivalue::Future> future)
+      : future_(std::move(future)),
+        completed_(std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero())) {
+    future_->addCallback(
+        [completed = completed_](c10::ivalue::Future&) {
+          *completed = Clock::now().time_since_epoch();
+        },
+        /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
+  }
 
   bool is_complete() override {
     return future_->completed();
   }
-  void wait() noexcept override;
+  // An error of the device is not one of this bucket; `result` rethrows those.
+  void wait() noexcept override {
+    try {
+      future_->wait();
+    } catch (const std::exception&) {
+    }
+  }
   Clock::time_point completed() const override {
     return Clock::time_point(completed_->load());
   }

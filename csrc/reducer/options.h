@@ -15,7 +15,7 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 struct ReducerOptions {
   std::vector<std::string> names;          // one per parameter
   std::vector<int64_t> keys;               // one per parameter; only equal ones share a bucket
-  std::vector<char> sparse;                // one per parameter: whether its gradient is sparse
+  std::vector<bool> sparse;                // one per parameter: whether its gradient is sparse
   std::map<int64_t, GroupPtr> key_groups;  // process groups of keys that are averaged elsewhere
   std::optional<int64_t> late_key;         // buckets with this key are launched after all others
   std::vector<int64_t> bucket_bytes;  // of the first bucket of each key, of the second, and so on;

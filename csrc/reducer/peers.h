@@ -8,15 +8,11 @@
 
 namespace commhooks {
 
-// Called in a `catch` block. Throws the error that the exception under way means to users, which is
-// that exception if its reason is not the loss of a peer. `what` was under way in `group`.
-using PeerErrorThrower =
-    void (*)(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what);
-
-// Set once, by the bindings: the error is one of Python. Without it exceptions stay what they are.
-void set_peer_error_thrower(PeerErrorThrower thrower);
-[[noreturn]] void throw_peer_error(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what);
+// Called in a `catch` block. Throws the error that the exception under way means to users; returns
+// if it stays what it is, as its reason is not the loss of a peer. `what` was under way in `group`.
+// Set once, by the bindings: the error is one of Python.
+inline void (*throw_peer_error)(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) = nullptr;
 
 // Returns `run()`, which starts a collective of `group` or waits for it. See Note [Lost peers] in
 // reducer/peers.py. `what` is called to describe the collective if it fails.
@@ -25,7 +21,10 @@ auto with_peers(const c10::intrusive_ptr<c10d::ProcessGroup>& group, What&& what
   try {
     return std::forward<Run>(run)();
   } catch (...) {
-    throw_peer_error(group, std::forward<What>(what)());
+    if (throw_peer_error) {
+      throw_peer_error(group, std::forward<What>(what)());
+    }
+    throw;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace commhooks {
@@ -72,11 +73,26 @@ class Recorder {
   bool is_on() const {
     return is_on_.load(std::memory_order_relaxed);
   }
-  void start();
+  void start() {
+    Lock lock(mutex_);
+    lock.replace(spans_, {});
+    is_on_ = true;
+  }
   // Ends the recording and returns it.
-  std::vector<Span> stop();
+  std::vector<Span> stop() {
+    const Lock lock(mutex_);
+    is_on_ = false;
+    return std::exchange(spans_, {});
+  }
 
-  void add(Span span);
+  void add(Span span) {
+    if (is_on()) {
+      const Lock lock(mutex_);
+      if (is_on()) {
+        spans_.push_back(std::move(span));
+      }
+    }
+  }
   void add_instant(Activity activity, size_t index) {
     if (is_on()) {
       const auto now = Clock::now();

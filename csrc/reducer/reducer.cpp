@@ -99,9 +99,6 @@ class Reducer::BackwardGuard {
       reducer->in_backward([&] { reducer->on_backward_end(); });
     }
   }
-  void dismiss() {
-    ended_ = true;
-  }
 
  private:
   std::weak_ptr<Reducer> reducer_;
@@ -262,7 +259,7 @@ void Reducer::match_backward(const std::vector<bool>& skipped) {
         unused.insert(unused.end(), buckets[b]->indices().begin(), buckets[b]->indices().end());
       }
     }
-    pipeline_.begin_step_locked(lock, {.store = no_gradients()}, std::move(unused));
+    pipeline_.begin_step_locked(lock, {.store = GradientStore::nowhere()}, std::move(unused));
     tracker_.take_absent();
     if (!tracker_.is_learning()) {
       for (const size_t index : pipeline_.buckets().order) {
@@ -365,12 +362,7 @@ void Reducer::queue_backward_end() {
         "its results.");
   }
   auto guard = std::make_shared<BackwardGuard>(weak_from_this());
-  try {
-    torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
-  } catch (...) {
-    guard->dismiss();  // the caller abandons the step
-    throw;
-  }
+  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
 }
 
 bool Reducer::is_last_gradient_locked(size_t index) {

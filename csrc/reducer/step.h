@@ -5,23 +5,18 @@
 #include "reducer/layout.h"
 #include "reducer/recorder.h"
 
-#include <c10/util/Exception.h>
-
-#include <memory>
-
 namespace commhooks {
 
 // Note [Reducer states]
 // ~~~~~~~~~~~~~~~~~~~~~
 //
-//            expect()                 drain()               finish()
+//         begin_step()          end_collecting()       finalize_backward()
 //     Idle ------------> Collecting ------------> Draining ----------> Idle
 //                          |    ^                    |
-//                          |    | expect()           |
+//                          |    | begin_step()       |
 //                          |____|                    |
 //                          |                         |
 //                          |_______ abandon() _______|___> Abandoned ---> Idle
-//                                                             end()
 //
 //   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
 //   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
@@ -32,45 +27,9 @@ namespace commhooks {
 //               and writes them back.
 //   Abandoned   the step has failed. A thread waits until hooks have finished with the buckets.
 //
-// Every exception leads through abandon() to Idle, so that the next forward starts clean.
+// The names are those of BucketPipeline. Every exception leads through abandon() to Idle, so that
+// the next forward starts clean.
 enum class Phase { Idle, Collecting, Draining, Abandoned };
-
-class StepState {
- public:
-  Phase phase() const {
-    return phase_;
-  }
-  bool collecting() const {
-    return phase_ == Phase::Collecting;
-  }
-
-  void expect() {
-    TORCH_CHECK(
-        phase_ == Phase::Idle || phase_ == Phase::Collecting,
-        "The last backward has not been finished: with manual finalization, call "
-        "finalize_backward() after each backward.");
-    phase_ = Phase::Collecting;
-  }
-  void drain() {
-    TORCH_INTERNAL_ASSERT(phase_ == Phase::Collecting);
-    phase_ = Phase::Draining;
-  }
-  void finish() {
-    TORCH_INTERNAL_ASSERT(phase_ == Phase::Draining);
-    phase_ = Phase::Idle;
-  }
-  void abandon() {
-    TORCH_INTERNAL_ASSERT(phase_ != Phase::Idle);
-    phase_ = Phase::Abandoned;
-  }
-  void end() {
-    TORCH_INTERNAL_ASSERT(phase_ == Phase::Abandoned);
-    phase_ = Phase::Idle;
-  }
-
- private:
-  Phase phase_ = Phase::Idle;
-};
 
 // Where the time of a step went; the epoch of the clock means unknown.
 struct StepTimes {
@@ -88,7 +47,7 @@ struct StepTimes {
 // backward; so nothing here may depend on one.
 struct Step {
   double scale = 1.0;  // gradients are multiplied by it before they are averaged
-  std::shared_ptr<const GradientStore> store = local_gradients();
+  GradientStore store;
   Names left_out;          // parameters of the buckets that are skipped
   size_t next_launch = 0;  // index of the first bucket that no hook has got
   size_t next_finish = 0;  // index of the first bucket that is not written back

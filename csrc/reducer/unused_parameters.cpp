@@ -2,41 +2,19 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
 namespace commhooks {
 namespace {
 
-// Returns new pinned memory: copies from and to it do not make the host wait, and nothing else
-// writes to it before it has been read.
-at::Tensor pinned_like(const at::Tensor& tensor) {
-  return at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).pinned_memory(true));
-}
-
+// Does not wait for the device: the memory that is read is pinned, and nothing else writes to it.
 at::Tensor to_device(const at::Tensor& numbers, c10::Device device) {
   if (!device.is_cuda()) {
     return numbers.to(device);
   }
-  return pinned_like(numbers).copy_(numbers).to(device, /*non_blocking=*/true);
-}
-
-// Copies all maps to the host, waiting for the device once.
-std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& maps) {
-  std::vector<at::Tensor> numbers;
-  for (const at::Tensor& map : maps) {
-    numbers.push_back(
-        map.is_cuda() ? pinned_like(map).copy_(map, /*non_blocking=*/true) : map.cpu());
-  }
-  if (!maps.empty() && maps.front().is_cuda()) {
-    const c10::Device device = maps.front().device();
-    c10::Event event(device.type());
-    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    event.synchronize();
-  }
-  return numbers;
+  const auto pinned = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
+  return pinned.copy_(numbers).to(device, /*non_blocking=*/true);
 }
 
 }  // namespace
@@ -82,23 +60,19 @@ UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<
   for (const auto& work : works_) {
     work->wait();
   }
-  const std::vector<at::Tensor> maps = to_host(maps_);
-  std::vector<int> numbers(group_of.size());
-  for (size_t index = 0; index < numbers.size(); ++index) {
-    numbers[index] = maps[group_of[index]].const_data_ptr<int>()[index];
+  std::vector<at::Tensor> maps;
+  for (const at::Tensor& map : maps_) {
+    maps.push_back(map.cpu());
+  }
+  Everywhere everywhere;
+  for (size_t index = 0; index < group_of.size(); ++index) {
+    const int number = maps[group_of[index]].const_data_ptr<int>()[index];
+    everywhere.used.push_back(number > 0);
+    everywhere.gradients.push_back(number / 2);
   }
   works_.clear();
   maps_.clear();
-  return Everywhere(std::move(numbers));
-}
-
-std::vector<int> UnusedParameters::Everywhere::gradients() const {
-  std::vector<int> gradients;
-  gradients.reserve(numbers_.size());
-  for (const int number : numbers_) {
-    gradients.push_back(number / 2);
-  }
-  return gradients;
+  return everywhere;
 }
 
 std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywhere& everywhere) {
@@ -107,22 +81,15 @@ std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywher
     Deferred deferred{bucket, std::move(average), {}};
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
       const size_t index = bucket->indices()[position];
-      if (!used_[index] && everywhere.used(index)) {
+      if (!used_[index] && everywhere.used[index]) {
         deferred.positions.push_back(position);
       }
     }
     settled.push_back(std::move(deferred));
   }
-  const auto used_elsewhere = [&](const auto& kept) { return everywhere.used(kept.first); };
+  const auto used_elsewhere = [&](const auto& kept) { return everywhere.used[kept.first]; };
   kept_.erase(std::remove_if(kept_.begin(), kept_.end(), used_elsewhere), kept_.end());
   return settled;
-}
-
-void UnusedParameters::remember(const Everywhere& everywhere) {
-  always_unused_.resize(used_.size());
-  for (size_t index = 0; index < always_unused_.size(); ++index) {
-    always_unused_[index] = !everywhere.used(index);
-  }
 }
 
 void UnusedParameters::restore(

@@ -39,7 +39,8 @@ class UnusedParameters {
   bool uses_all() const;
   // Returns whether the gradient of the parameter may have to stay unchanged.
   bool may_include(size_t index) const {
-    return shares_use_ ? !used_[index] : !always_unused_.empty() && always_unused_[index];
+    const auto& used = shares_use_ ? used_ : always_used_;
+    return !used.empty() && !used[index];
   }
 
   // Copies the gradients of such parameters before the hook overwrites them. `parameters`: all
@@ -55,18 +56,9 @@ class UnusedParameters {
       const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device);
 
   // The result for each parameter, over the ranks that it is averaged over.
-  class Everywhere {
-   public:
-    explicit Everywhere(std::vector<int> numbers) : numbers_(std::move(numbers)) {}
-
-    bool used(size_t index) const {
-      return numbers_[index] > 0;
-    }
-    // The number of gradients of each parameter in one backward.
-    std::vector<int> gradients() const;
-
-   private:
-    std::vector<int> numbers_;
+  struct Everywhere {
+    std::vector<char> used;
+    std::vector<int> gradients;  // how many in one backward
   };
   // `group_of`: the index of each parameter's group among the groups of `start_sharing`. Waits for
   // the other ranks and for the device; all work before it is only enqueued on the current stream.
@@ -81,7 +73,9 @@ class UnusedParameters {
   // copies of the gradients of these parameters.
   std::vector<Deferred> settle(const Everywhere& everywhere);
   // Keeps the result for later steps, as the graph is static.
-  void remember(const Everywhere& everywhere);
+  void remember(const Everywhere& everywhere) {
+    always_used_ = everywhere.used;
+  }
   // Restores the gradients that were copied.
   void restore(const std::vector<at::Tensor>& parameters, const GradientStore& store);
 
@@ -91,7 +85,7 @@ class UnusedParameters {
   void forget_use();
   // Forgets what `remember` has kept.
   void forget_graph() {
-    always_unused_.clear();
+    always_used_.clear();
   }
 
  private:
@@ -101,7 +95,7 @@ class UnusedParameters {
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<std::pair<size_t, at::Tensor>> kept_;
   std::vector<std::pair<Bucket*, at::Tensor>> deferred_;
-  std::vector<char> always_unused_;  // per parameter, with `static_graph`; empty until known
+  std::vector<char> always_used_;  // the same on all ranks, with `static_graph`; empty until known
 };
 
 }  // namespace commhooks

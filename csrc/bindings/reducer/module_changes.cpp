@@ -9,25 +9,20 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-#if PY_VERSION_HEX < 0x030E0000
-// Python numbers the changes of all dictionaries, so that the last one has the greatest number.
-uint64_t last_change(const py::list& dicts) {
-  uint64_t last = 0;
+bool are_values(const py::list& dicts, const py::list& values) {
+  Py_ssize_t count = 0;
   for (const py::handle dict : dicts) {
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-    last = std::max(last, reinterpret_cast<PyDictObject*>(dict.ptr())->ma_version_tag);
-#pragma GCC diagnostic pop
+    Py_ssize_t position = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dict.ptr(), &position, nullptr, &value)) {
+      if (count == PyList_GET_SIZE(values.ptr()) ||
+          PyList_GET_ITEM(values.ptr(), count++) != value) {
+        return false;
+      }
+    }
   }
-  return last;
+  return count == PyList_GET_SIZE(values.ptr());
 }
-#else
-// Python has no such numbers any longer: always another result, as after a change.
-uint64_t last_change(const py::list& /*dicts*/) {
-  static uint64_t last = 0;
-  return ++last;
-}
-#endif
 
 bool any_requires_grad(const py::list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const py::handle tensor) {
@@ -38,8 +33,9 @@ bool any_requires_grad(const py::list& tensors) {
 }  // namespace
 
 void register_module_changes(py::module_& module) {
-  module.def("last_change", &last_change, py::arg("dicts"), R"(
-Return a number that becomes another one if any of these dictionaries changes.)");
+  module.def(
+      "are_values", &are_values, py::arg("dicts"), py::arg("values"),
+      "Return whether `values` are the objects in these dictionaries, in their order.");
   module.def(
       "any_requires_grad", &any_requires_grad, py::arg("tensors"),
       "Return whether any of these tensors requires a gradient.");

@@ -9,8 +9,7 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// Asks reducer/peers.py what the C++ exception under way means; returns if nothing else than it
-// says.
+// Asks reducer/peers.py what the C++ exception under way means.
 void throw_what_it_means(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   py::gil_scoped_acquire gil;
@@ -30,7 +29,7 @@ void throw_what_it_means(
 }  // namespace
 
 void register_peers() {
-  set_peer_error_thrower(&throw_what_it_means);
+  throw_peer_error = &throw_what_it_means;
 }
 
 }  // namespace commhooks

@@ -31,6 +31,22 @@ void add_note(py::error_already_set& error, const GradBucket& bucket) {
       ") at step ", bucket.step(), "."));
 }
 
+// Returns `run()`, with a note that names the bucket on its exception. Requires the GIL.
+template <typename Run>
+auto for_bucket(const GradBucket& bucket, const Run& run) {
+  try {
+    try {
+      return run();
+    } catch (py::builtin_exception& exception) {
+      exception.set_error();
+      throw py::error_already_set();
+    }
+  } catch (py::error_already_set& error) {
+    add_note(error, bucket);
+    throw_python_error(error);
+  }
+}
+
 std::string name_of(const py::object& function) {
   for (const char* attribute : {"name", "__qualname__"}) {
     const py::object name = py::getattr(function, attribute, py::none());
@@ -51,14 +67,15 @@ bool can_release() {
 #endif
 }
 
-// Releases an object in a destructor, which may run without the GIL.
-void release(py::object& function) {
-  if (!can_release()) {
-    function.release();
-    return;
-  }
-  py::gil_scoped_acquire gil;
-  function = py::object();
+// Owns what refers to Python objects, and may be dropped by any thread, without the GIL.
+template <typename T>
+std::shared_ptr<T> droppable(T value) {
+  return std::shared_ptr<T>(new T(std::move(value)), [](T* owned) {
+    if (can_release()) {
+      py::gil_scoped_acquire gil;
+      delete owned;
+    }
+  });
 }
 
 // A Python future, and the bucket that is named in a note on its exception.
@@ -67,21 +84,14 @@ class PythonResult final : public FutureResult {
   PythonResult(
       std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper,
       std::shared_ptr<const GradBucket> bucket)
-      : FutureResult(wrapper->fut), wrapper_(std::move(wrapper)), bucket_(std::move(bucket)) {}
-
-  ~PythonResult() override {
-    if (!can_release()) {
-      new std::shared_ptr<torch::jit::PythonFutureWrapper>(std::move(wrapper_));  // leaked
-      return;
-    }
-    py::gil_scoped_acquire gil;
-    wrapper_.reset();
-  }
+      : FutureResult(wrapper->fut),
+        wrapper_(droppable(std::move(wrapper))),
+        bucket_(std::move(bucket)) {}
 
   at::Tensor result() override {
     py::gil_scoped_acquire gil;
-    try {
-      const py::object value = wrapper_->value();
+    return for_bucket(*bucket_, [&] {
+      const py::object value = (*wrapper_)->value();
       if (!THPVariable_Check(value.ptr())) {
         throw py::type_error(
             c10::str(
@@ -90,39 +100,27 @@ class PythonResult final : public FutureResult {
                 ". `Work.get_future()` has a list of tensors: add `.then(lambda f: "
                 "f.value()[0])`."));
       }
-      return THPVariable_Unpack(value.ptr());
-    } catch (py::error_already_set& error) {
-      add_note(error, *bucket_);
-      throw_python_error(error);
-    } catch (py::builtin_exception& exception) {
-      exception.set_error();
-      py::error_already_set error;
-      add_note(error, *bucket_);
-      throw_python_error(error);
-    }
+      return at::Tensor(THPVariable_Unpack(value.ptr()));
+    });
   }
 
  private:
-  std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper_;
+  std::shared_ptr<std::shared_ptr<torch::jit::PythonFutureWrapper>> wrapper_;
   std::shared_ptr<const GradBucket> bucket_;
 };
 
 }  // namespace
 
 PythonHook::PythonHook(py::object function)
-    : function_(std::move(function)), name_(name_of(function_)) {
-  const py::object checks = py::getattr(function_, "checks_finite", py::none());
+    : function_(droppable(std::move(function))), name_(name_of(*function_)) {
+  const py::object checks = py::getattr(*function_, "checks_finite", py::none());
   format_.checks_finite = checks.is(py::handle(Py_True));
-}
-
-PythonHook::~PythonHook() {
-  release(function_);
 }
 
 std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>& bucket) {
   py::gil_scoped_acquire gil;
-  try {
-    const py::object answer = function_(bucket);
+  return for_bucket(*bucket, [&] {
+    const py::object answer = (*function_)(bucket);
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
       throw py::type_error(
           c10::str(
@@ -131,15 +129,7 @@ std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>
     }
     return std::make_unique<PythonResult>(
         answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), bucket);
-  } catch (py::error_already_set& error) {
-    add_note(error, *bucket);
-    throw_python_error(error);
-  } catch (py::builtin_exception& exception) {
-    exception.set_error();
-    py::error_already_set error;
-    add_note(error, *bucket);
-    throw_python_error(error);
-  }
+  });
 }
 
 void PythonHook::abandon() {
@@ -147,9 +137,9 @@ void PythonHook::abandon() {
     return;
   }
   py::gil_scoped_acquire gil;
-  if (py::hasattr(function_, "abandon")) {
+  if (py::hasattr(*function_, "abandon")) {
     try {
-      function_.attr("abandon")();
+      function_->attr("abandon")();
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("the abandon() of a communication hook");
     }
@@ -157,12 +147,7 @@ void PythonHook::abandon() {
 }
 
 std::function<void(const std::vector<size_t>&)> python_observer(py::object function) {
-  const std::shared_ptr<py::object> shared(
-      new py::object(std::move(function)), [](py::object* owned) {
-        release(*owned);
-        delete owned;
-      });
-  return [shared](const std::vector<size_t>& indices) {
+  return [shared = droppable(std::move(function))](const std::vector<size_t>& indices) {
     py::gil_scoped_acquire gil;
     try {
       (*shared)(indices);

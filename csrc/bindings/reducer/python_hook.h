@@ -13,7 +13,6 @@ namespace commhooks {
 class PythonHook final : public Hook {
  public:
   explicit PythonHook(pybind11::object function);
-  ~PythonHook() override;
 
   std::string name() const override {
     return name_;
@@ -25,7 +24,7 @@ class PythonHook final : public Hook {
   void abandon() override;
 
  private:
-  pybind11::object function_;
+  std::shared_ptr<pybind11::object> function_;
   std::string name_;
   PackFormat format_;
 };

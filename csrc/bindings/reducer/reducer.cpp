@@ -9,44 +9,10 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace commhooks {
 namespace {
-
-std::shared_ptr<Reducer> make_reducer(
-    std::vector<at::Tensor> parameters,
-    GroupPtr process_group,
-    TransportPtr transport,
-    std::vector<std::string> names,
-    std::vector<int64_t> keys,
-    std::vector<bool> sparse,
-    std::map<int64_t, GroupPtr> key_groups,
-    std::optional<int64_t> late_key,
-    std::vector<int64_t> bucket_bytes,
-    bool small_last_bucket,
-    bool find_unused_parameters,
-    bool static_graph,
-    bool gradient_as_bucket_view,
-    bool stable_buckets,
-    bool skip_unused_buckets,
-    bool release_buckets) {
-  ReducerOptions options;
-  options.names = std::move(names);
-  options.keys = std::move(keys);
-  options.sparse.assign(sparse.begin(), sparse.end());
-  options.key_groups = std::move(key_groups);
-  options.late_key = late_key;
-  options.bucket_bytes = std::move(bucket_bytes);
-  options.small_last_bucket = small_last_bucket;
-  options.find_unused_parameters = find_unused_parameters;
-  options.static_graph = static_graph;
-  options.gradient_as_bucket_view = gradient_as_bucket_view;
-  options.stable_buckets = stable_buckets;
-  options.skip_unused_buckets = skip_unused_buckets;
-  options.release_buckets = release_buckets;
-  return Reducer::create(
-      std::move(parameters), std::move(options), std::move(process_group), std::move(transport));
-}
 
 template <typename Function>
 auto without_gil(const Function& function) {
@@ -99,16 +65,6 @@ void await_after_backward(
   without_gil([&] { reducer.pipeline().await_after_backward(std::move(awaited)); });
 }
 
-void connect(
-    HostGroup& group,
-    const std::map<int64_t, std::tuple<int64_t, int64_t, int64_t, uint64_t>>& addresses) {
-  std::map<int64_t, HostGroup::Address> of_ranks;
-  for (const auto& [rank, address] : addresses) {
-    of_ranks[rank] = std::make_from_tuple<HostGroup::Address>(address);
-  }
-  without_gil([&] { group.connect(of_ranks); });
-}
-
 void mean_of(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
   std::vector<const void*> sources;
   for (const at::Tensor& tensor : tensors) {
@@ -131,31 +87,25 @@ int64_t nanoseconds(Span::Clock::time_point time) {
 
 py::dict last_times(Reducer& reducer) {
   const StepTimes times = without_gil([&] { return reducer.pipeline().last_times(); });
-  py::dict row;
-  row["backward_start"] = seconds(times.backward_start);
-  row["backward_end"] = seconds(times.backward_end);
-  row["communication_start"] = seconds(times.communication_start);
-  row["communication_end"] = seconds(times.communication_end);
-  return row;
+  return py::dict(
+      "backward_start"_a = seconds(times.backward_start),
+      "backward_end"_a = seconds(times.backward_end),
+      "communication_start"_a = seconds(times.communication_start),
+      "communication_end"_a = seconds(times.communication_end));
 }
 
 py::dict last_use(const Reducer& reducer) {
   const GradientTracker::Use use = without_gil([&] { return reducer.last_use(); });
-  py::dict row;
-  row["order"] = use.order;
-  row["unused"] = use.unused;
-  row["is_constant"] = use.is_constant;
-  return row;
+  return py::dict(
+      "order"_a = use.order, "unused"_a = use.unused, "is_constant"_a = use.is_constant);
 }
 
 py::list stop_recording(Reducer& reducer) {
   py::list rows;
-  for (const Span& span : without_gil([&] { return reducer.pipeline().stop_recording(); })) {
-    py::dict row;
-    row["activity"] = kActivityNames[static_cast<size_t>(span.activity)];
-    row["index"] = span.index;
-    row["start_ns"] = nanoseconds(span.start);
-    row["end_ns"] = nanoseconds(span.end);
+  for (const Span& span : without_gil([&] { return reducer.pipeline().recorder().stop(); })) {
+    py::dict row(
+        "activity"_a = kActivityNames[static_cast<size_t>(span.activity)], "index"_a = span.index,
+        "start_ns"_a = nanoseconds(span.start), "end_ns"_a = nanoseconds(span.end));
     if (span.layout) {
       row["key"] = span.layout->key;
       row["names"] = span.layout->names;
@@ -167,24 +117,16 @@ py::list stop_recording(Reducer& reducer) {
 }
 
 py::list bucket_stats(Reducer& reducer) {
-  const auto infos = without_gil([&] { return reducer.pipeline().bucket_infos(); });
   py::list rows;
-  for (size_t index = 0; index < infos.size(); ++index) {
-    const auto& info = infos[index];
-    py::dict row;
-    row["index"] = index;
-    row["names"] = info.layout->names;
-    row["key"] = info.layout->key;
-    row["indices"] = info.indices;
-    row["gradient_bytes"] = info.bytes;
-    row["group"] = info.group;
-    row["is_sparse"] = info.is_sparse;
-    row["ranks"] = info.ranks;
-    row["packed_bytes"] = info.stats.packed_bytes;
-    row["steps"] = info.stats.steps;
-    row["hook_seconds"] = info.stats.hook_seconds;
-    row["exposed_seconds"] = info.stats.exposed_seconds;
-    rows.append(std::move(row));
+  for (const auto& it : without_gil([&] { return reducer.pipeline().bucket_infos(); })) {
+    rows.append(
+        py::dict(
+            "index"_a = rows.size(), "names"_a = it.layout->names, "key"_a = it.layout->key,
+            "indices"_a = it.indices, "gradient_bytes"_a = it.bytes, "group"_a = it.group,
+            "is_sparse"_a = it.is_sparse, "ranks"_a = it.ranks,
+            "packed_bytes"_a = it.stats.packed_bytes, "steps"_a = it.stats.steps,
+            "hook_seconds"_a = it.stats.hook_seconds,
+            "exposed_seconds"_a = it.stats.exposed_seconds));
   }
   return rows;
 }
@@ -207,13 +149,8 @@ Ranks of one host, which average through memory that they share. csrc/host/host_
 how. Raises RuntimeError if the system lacks what is needed.)")
       .def(py::init(&HostGroup::create), release_gil())
       .def_property_readonly(
-          "address",
-          [](const HostGroup& group) {
-            const HostGroup::Address address = group.address();
-            return py::make_tuple(address.process, address.file, address.offset, address.nonce);
-          },
-          "What the other ranks need to know to connect.")
-      .def("connect", &connect, py::arg("addresses"), R"(
+          "address", &HostGroup::address, "What the other ranks need to know to connect.")
+      .def("connect", &HostGroup::connect, py::arg("addresses"), release_gil(), R"(
 Connect the ranks of this host, by their numbers in the process group.)")
       .def_property_readonly("ranks", &HostGroup::ranks)
       .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
@@ -242,18 +179,30 @@ Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype o
       module, "NoopHook", "Send nothing; every rank keeps its own gradients.")
       .def(py::init<>());
 
+  using Options = ReducerOptions;
+  py::class_<Options>(module, "ReducerOptions", "Settings, which csrc/reducer/options.h describes.")
+      .def(py::init<>())
+      .def_readwrite("names", &Options::names)
+      .def_readwrite("keys", &Options::keys)
+      .def_readwrite("sparse", &Options::sparse)
+      .def_readwrite("key_groups", &Options::key_groups)
+      .def_readwrite("late_key", &Options::late_key)
+      .def_readwrite("bucket_bytes", &Options::bucket_bytes)
+      .def_readwrite("small_last_bucket", &Options::small_last_bucket)
+      .def_readwrite("find_unused_parameters", &Options::find_unused_parameters)
+      .def_readwrite("static_graph", &Options::static_graph)
+      .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
+      .def_readwrite("stable_buckets", &Options::stable_buckets)
+      .def_readwrite("skip_unused_buckets", &Options::skip_unused_buckets)
+      .def_readwrite("release_buckets", &Options::release_buckets);
+
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", R"(
 Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
 bucket order, and writes the averages back into `.grad`. csrc/reducer/reducer.h and
 csrc/reducer/bucket_pipeline.h describe the methods.)")
       .def(
-          py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
-          py::arg("transport") = nullptr, py::arg("names"), py::arg("keys"), py::arg("sparse"),
-          py::arg("key_groups"), py::arg("late_key"), py::arg("bucket_bytes"),
-          py::arg("small_last_bucket") = false, py::arg("find_unused_parameters") = false,
-          py::arg("static_graph") = false, py::arg("gradient_as_bucket_view") = false,
-          py::arg("stable_buckets") = false, py::arg("skip_unused_buckets") = false,
-          py::arg("release_buckets") = false)
+          py::init(&Reducer::create), py::arg("parameters"), py::arg("options"),
+          py::arg("process_group"), py::arg("transport") = nullptr)
       .def(
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil())
@@ -304,7 +253,9 @@ order of arrival), unused (those without) and is_constant (whether all steps hav
       .def_property(
           "last_error", py::cpp_function(&Reducer::last_error, release_gil()),
           py::cpp_function(&Reducer::set_last_error, release_gil()))
-      .def("start_recording", in_pipeline(&Pipeline::start_recording), release_gil(), R"(
+      .def(
+          "start_recording", [](Reducer& self) { self.pipeline().recorder().start(); },
+          release_gil(), R"(
 Record when each activity happens, until `stop_recording`. Each activity takes 80 bytes.)")
       .def("stop_recording", &stop_recording, R"(
 End the recording, and return one dict per activity: activity (backward, drain, gradient, pack,
