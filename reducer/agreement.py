@@ -16,8 +16,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from reducer.peers import collective
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 _PATIENCE_SECONDS = 30.0
@@ -79,13 +77,10 @@ def _late_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """
     store = PrefixStore("commhooks/agreements", group.get_group_store())
     calls = store.add(f"rank {group.rank()}", 1)
-    is_over = threading.Event()
 
-    def watch() -> None:
-        if is_over.wait(_PATIENCE_SECONDS):
-            return
+    def warn() -> None:
         late = [rank for rank in range(group.size()) if store.add(f"rank {rank}", 0) < calls]
-        if late and not is_over.is_set():
+        if late:
             warnings.warn(
                 f"[rank {group.rank()}] {what} has waited {_PATIENCE_SECONDS:g} s for ranks "
                 f"{late}. If their program leaves it out, call it on all ranks, in the same order; "
@@ -93,8 +88,10 @@ def _late_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
                 stacklevel=1,
             )
 
-    threading.Thread(target=watch, name="commhooks-late-ranks", daemon=True).start()
+    timer = threading.Timer(_PATIENCE_SECONDS, warn)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        is_over.set()
+        timer.cancel()

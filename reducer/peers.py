@@ -38,8 +38,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from reducer.errors import CommHookError, CommHookPeerError
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 
 # In the texts of Gloo, of stores, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI and
@@ -118,13 +116,16 @@ def _timeout(group: dist.ProcessGroup) -> str:
 def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that do not answer, as far as that can be found out; see the note."""
     store = PrefixStore("commhooks/lost peers", group.get_group_store())
-    receives = _receives(_gloo(group))
+    receives = _receives(gloo_of(group))
     others = [r for r in range(group.size()) if r != group.rank()]
     suspects = [r for r in others if r not in receives] or others
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
-    note = _limited(lambda: _leave_note(store, group.rank(), suspects))
+    with suppress(RuntimeError):
+        suspects = call_within(_STORE_SECONDS, lambda: _leave_note(store, group.rank(), suspects))
     _close(receives)
-    return _limited(lambda: _without_note(store, suspects if note is None else note)) or []
+    with suppress(RuntimeError):
+        return call_within(_STORE_SECONDS, lambda: _without_note(store, suspects))
+    return []
 
 
 def _leave_note(store: Store, rank: int, suspects: list[int]) -> list[int]:
@@ -155,7 +156,8 @@ def close_connections(backend: Any) -> None:
     _close(_receives(backend))
 
 
-def _gloo(group: dist.ProcessGroup) -> Any:
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """Return the Gloo backend of ``group`` for the CPU; None if there is none."""
     with suppress(RuntimeError):
         backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
         if isinstance(backend, ProcessGroupGloo):
@@ -179,15 +181,20 @@ def _close(receives: dict[int, dist.Work]) -> None:
             work.wait(_AT_ONCE)  # a wait that times out closes all connections
 
 
-def _limited(call: Callable[[], T]) -> T | None:
-    """Return the result of ``call``, or None if it fails or does not return."""
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of ``call``; raise RuntimeError if it fails or does not return in time."""
     results: list[T] = []
+    errors: list[str] = []
 
     def run() -> None:
-        with suppress(RuntimeError):
+        try:
             results.append(call())
+        except Exception as error:
+            errors.append(str(error))  # the error itself refers to frames, which may keep groups
 
-    thread = threading.Thread(target=run, name="commhooks-peers", daemon=True)
+    thread = threading.Thread(target=run, name="commhooks-limited", daemon=True)
     thread.start()
-    thread.join(_STORE_SECONDS)
-    return results[0] if results else None
+    thread.join(seconds)
+    if results:
+        return results.pop()
+    raise RuntimeError(errors[0] if errors else f"timed out after {seconds:g} s")

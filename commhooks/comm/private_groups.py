@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from commhooks.comm.stage_groups import StageGroups, connect_within
+from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
+from reducer.peers import call_within
 
 _MAX_CTAS = 8
 """Thread blocks of a communicator: each has channels, with buffers in the memory of the device."""
@@ -54,7 +55,7 @@ class PrivateGroups(StageGroups):
             group.eager_connect_single_device(self._device)
             return group
 
-        return connect_within(self._timeout, connect)
+        return call_within(self._timeout.total_seconds(), connect)
 
 
 def _options_like(options: Any) -> Any:

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.errors import CommHookPeerError
-from reducer.peers import close_connections, is_peer_loss
+from reducer.peers import call_within, close_connections, is_peer_loss
 
 _CPU = torch.device("cpu")
 
@@ -152,7 +152,9 @@ class StageGroups:
         options._timeout = self._timeout  # noqa: SLF001
         options._threads = self._threads  # noqa: SLF001
         place = ranks.index(self._rank), len(ranks)
-        return connect_within(self._timeout, lambda: ProcessGroupGloo(store, *place, options))
+        # Gloo may wait forever for a peer that has left while they connect; then a thread does.
+        seconds = self._timeout.total_seconds()
+        return call_within(seconds, lambda: ProcessGroupGloo(store, *place, options))
 
     def publish(self, failure: str) -> None:
         """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
@@ -249,27 +251,6 @@ def _clone(store: Store) -> Store:
         raise
     except RuntimeError:
         return store
-
-
-def connect_within(limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """Return the result of ``connect``, or raise RuntimeError after ``limit``.
-
-    Gloo may wait forever for a peer that has left while they connect; then a thread does.
-    """
-    groups, errors = [], []
-
-    def run() -> None:
-        try:
-            groups.append(connect())
-        except Exception as error:
-            errors.append(str(error))  # the error itself refers to frames, which may keep groups
-
-    thread = threading.Thread(target=run, name="commhooks-connect", daemon=True)
-    thread.start()
-    thread.join(limit.total_seconds())
-    if groups:
-        return groups.pop()
-    raise RuntimeError(errors[0] if errors else f"timed out after {limit.total_seconds():g} s")
 
 
 _droppers: set[threading.Thread] = set()
