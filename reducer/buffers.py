@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from reducer.native import Reducer
 from reducer.peers import collective
-
-__all__: list[str] = []
 
 BROADCAST_BYTES = 250 * 2**20
 """The size up to which tensors are broadcast together."""
-
-
-@dataclass(frozen=True)
-class BufferHook:
-    """A user's replacement for the broadcast: ``function(state, buffers by name)``."""
-
-    function: Callable[..., Any]
-    state: object
-    location: _BufferCommHookLocation
 
 
 def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) -> None:
@@ -49,7 +37,7 @@ class ModuleBuffers:
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         self._module = module
         self._ignored = ignored
-        self.hook: BufferHook | None = None
+        self.hook: _BufferCommHook | None = None
         self.by_name: dict[str, Tensor] = {}
         self.collect()
 
@@ -64,13 +52,16 @@ class ModuleBuffers:
     @property
     def location(self) -> _BufferCommHookLocation:
         """Whether buffers are synchronized before or after forward."""
-        return _BufferCommHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
+        if self.hook is None:
+            return _BufferCommHookLocation.PRE_FORWARD
+        return self.hook.buffer_comm_hook_location
 
-    def sync(self, group: dist.ProcessGroup, root: int) -> list[torch.futures.Future[Any]]:
+    def sync(self, group: dist.ProcessGroup, root: int, reducer: Reducer) -> None:
         """Copy the buffers of the group's rank ``root`` to all ranks, or call the hook. Collective.
 
-        Returns the futures that must have completed by the end of backward. The versions that
-        autograd checks do not change: a graph that was recorded with the old values stays valid.
+        The next backward of ``reducer`` ends after the futures that the hook returns. The versions
+        that autograd checks do not change: a graph that was recorded with the old values stays
+        valid.
         """
         self.collect()
         with (
@@ -79,5 +70,7 @@ class ModuleBuffers:
         ):
             if self.hook is None:
                 broadcast(group, self.by_name.values(), root)
-                return []
-            return list(self.hook.function(self.hook.state, self.by_name) or [])
+                return
+            hook, state = self.hook.buffer_comm_hook, self.hook.buffer_comm_hook_state
+            if futures := hook(state, self.by_name):
+                reducer.await_after_backward(list(futures))

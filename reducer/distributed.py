@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from reducer.buffers import ModuleBuffers, broadcast
+from reducer.buffers import ModuleBuffers
 from reducer.construction import (
     check_module,
     choose_devices,
@@ -44,7 +45,7 @@ from reducer.torch_internals import (
     records_errors,
     split_graphs_at_buckets,
 )
-from reducer.trained_parameters import TrainedParameters, named_parameters
+from reducer.trained_parameters import TrainedParameters
 
 __all__ = ["DistributedDataParallel", "GradientObserver"]
 
@@ -175,7 +176,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             prepare_tensor_parallel(module, device_mesh)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self._named_parameters()
+        named = list(self.not_ignored_parameters().items())
         check_module(module, named)
         self.device = named[0][1].device
         input_devices, output_device = choose_devices(named, device_ids, output_device)
@@ -207,12 +208,9 @@ class DistributedDataParallel(TorchNames, Joinable):
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
         self._set_up()
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return named_parameters(self.module, self.parameters_to_ignore)
-
     def _set_up(self) -> None:
         """Make the parts that belong to this process and are not pickled."""
-        named = self._named_parameters()
+        named = list(self.not_ignored_parameters().items())
         self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in named if p.requires_grad}
         self.reducer = make_reducer(self.module, named, self.process_group, self.options)
@@ -280,7 +278,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 syncs_buffers=self.will_sync_module_buffers(),
             )
         if synchronizes:
-            self.hook_registration.begin_step()
+            self.hook_registration.before_step()
             self.reducer.rebuild_buckets()
         self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, plan)
         return plan
@@ -330,11 +328,6 @@ class DistributedDataParallel(TorchNames, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether :meth:`finalize_backward` must be called after backward has returned."""
-        return self.require_manual_backward_finalization
-
     @records_errors
     def finalize_backward(self) -> None:
         """End a backward under ``require_manual_backward_finalization``: wait for all buckets.
@@ -365,13 +358,8 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def _sync_buffers_at(self, location: _BufferCommHookLocation, plan: StepPlan | None) -> None:
         if self.module_buffers.location == location and self.will_sync_module_buffers():
-            self.sync_buffers(0 if plan is None else plan.root)
-
-    def sync_buffers(self, root: int) -> None:
-        """Copy the buffers of rank ``root`` to all ranks, or call the buffer hook. Collective."""
-        futures = self.module_buffers.sync(self.process_group, root)
-        if futures:
-            self.reducer.await_after_backward(futures)
+            root = 0 if plan is None else plan.root
+            self.module_buffers.sync(self.process_group, root, self.reducer)
 
     # ---------------------------------------------------------------------------------- join
 
@@ -403,23 +391,8 @@ class DistributedDataParallel(TorchNames, Joinable):
         """Return what :class:`torch.distributed.algorithms.Join` calls on ranks without inputs."""
         return ShadowHook(self, **kwargs)
 
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors that Join communicates."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The process group that Join communicates over."""
-        return self.process_group
-
-    def broadcast_state(self, root: int) -> None:
-        """Overwrite the parameters and buffers of all ranks with those of ``root``. Collective."""
-        self.module_buffers.collect()
-        buffers = self.modules_buffers if self.forward_sync_buffers else []
-        broadcast(self.process_group, [p for _, p in self._named_parameters()] + buffers, root)
-        if self.hook_registration.on_overwrite is not None:
-            self.hook_registration.on_overwrite()
+    join_device = property(attrgetter("device"), doc="The device of what Join communicates.")
+    join_process_group = property(attrgetter("process_group"), doc="The ranks that Join is for.")
 
     # ----------------------------------------------------------------- optimizers in backward
 
@@ -435,6 +408,10 @@ class DistributedDataParallel(TorchNames, Joinable):
         """Stop calling ``observer``. Raises ValueError if it was not added."""
         self.gradient_observers.remove(observer)
 
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_autograd_hooks()
+        self._trained.stop()
+
     # -------------------------------------------------------------------------- observation
 
     def bucket_plan(self) -> str:
@@ -449,7 +426,4 @@ class DistributedDataParallel(TorchNames, Joinable):
             lines += [f"    {name}" for name in bucket["names"]]
         return "\n".join(lines)
 
-    @property
-    def comm_hook_name(self) -> str:
-        """The name of the hook in use, for display."""
-        return self.reducer.hook_name
+    comm_hook_name = property(attrgetter("reducer.hook_name"), doc="The name of the hook in use.")

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ __all__ = [
     "Reducer",
     "Transport",
     "has_kernels",
-    "instruction_sets",
-    "locks_taken_with_gil",
-    "use_instruction_set",
 ]
 
 
@@ -131,47 +128,33 @@ class AverageHook(NativeHook):
         self.wire_dtype = wire_dtype
 
 
-class Transport:
-    """Is there for annotations; hooks use the process group."""
+class NoopHook(NativeHook):
+    """Stands for no communication."""
+
+
+class _Compiled:
+    """A class that annotations name, and that has no objects without the extension."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        ENGINE.require(f"reducer.{type(self).__name__}")
+
+
+class Reducer(_Compiled):
+    """There is no reducer in Python."""
+
+
+class Transport(_Compiled):
+    """Hooks use the process group."""
 
 
 class HostGroup(Transport):
-    """Is there for annotations: no tensor is in such memory."""
+    """No tensor is in memory that ranks share."""
 
     @staticmethod
     def of(tensor: Tensor) -> None:
         """Return None."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        ENGINE.require("reducer.HostGroup")
-
-
-class NoopHook(NativeHook):
-    """Stands for no communication."""
-
-
-class Reducer:
-    """Is there for annotations; there is no reducer in Python."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        ENGINE.require("reducer.Reducer")
-
 
 def has_kernels(device: str) -> bool:  # noqa: ARG001
     """Return False: nothing is compiled."""
     return False
-
-
-def instruction_sets() -> list[str]:
-    """Return no names: nothing is compiled."""
-    return []
-
-
-def locks_taken_with_gil() -> int:
-    """Return 0: there are no locks in C++."""
-    return 0
-
-
-def use_instruction_set(name: str) -> NoReturn:
-    """Raise RuntimeError: there is nothing to choose."""
-    raise RuntimeError(f"Expected one of [], found '{name}': nothing is compiled.")

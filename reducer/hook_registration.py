@@ -1,27 +1,19 @@
-"""Register a communication hook through torch's methods, which allow only one."""
+"""The hook of a wrapper's reducer, and what the wrapper knows about it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BuiltinCommHookType
 
-from reducer.native import AverageHook, GradBucket, NativeHook, Reducer, Transport
+from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
 
-__all__: list[str] = []
-
-TorchHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 BoundHook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
-_WIRE_DTYPES = {
-    BuiltinCommHookType.ALLREDUCE: None,
-    BuiltinCommHookType.FP16_COMPRESS: torch.float16,
-}
+
+def _nothing() -> None:
+    pass
 
 
 class HookRegistration:
@@ -60,52 +52,19 @@ class HookRegistration:
         self.is_taken = False
         self.name: str | None = name or self._reducer.hook_name
         self.averages_gradients = averages_gradients
-        self.on_overwrite = on_overwrite
-        self.before_step = before_step
-
-    def begin_step(self) -> None:
-        """Call ``before_step``."""
-        if self.before_step is not None:
-            self.before_step()
+        self.on_overwrite = on_overwrite or _nothing
+        self.before_step = before_step or _nothing
 
     def reset(self) -> None:
         """Return to the default hook; another hook can then be registered."""
         self.install(AverageHook(self._reducer.process_group, self._wire_dtype))
         self.name = None
 
-    def register(self, state: object, hook: TorchHook) -> None:
-        """Register a torch-style hook.
+    def take(self, hook: NativeHook | BoundHook, name: str | None = None) -> None:
+        """Install a hook that torch's wrapper would not let another one replace.
 
-        Raises TypeError if ``hook`` is not callable, RuntimeError if a hook is registered already.
+        Raises RuntimeError if there is one already.
         """
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, found {hook!r}.")
-        bound = functools.partial(hook, state)
-        # In errors and profiles:
-        bound.name = getattr(hook, "__qualname__", type(hook).__qualname__)  # type: ignore[attr-defined]
-        self._take(bound)
-
-    def register_builtin(self, kind: BuiltinCommHookType) -> None:
-        """Register one of torch's built-in hooks.
-
-        Raises ValueError if ``kind`` is unknown, RuntimeError if a hook is registered already.
-        """
-        if kind not in _WIRE_DTYPES:
-            raise ValueError(
-                f"Expected one of {[known.name for known in _WIRE_DTYPES]}, found {kind}."
-            )
-        average = AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind])
-        self._take(average, name=str(kind))
-
-    def move(self, process_group: dist.ProcessGroup, transport: Transport | None) -> None:
-        """Average over other ranks from the next step on, with the default hook.
-
-        ``transport``: between them.
-        """
-        self._reducer.set_process_group(process_group, transport)
-        self.reset()
-
-    def _take(self, hook: NativeHook | BoundHook, name: str | None = None) -> None:
         if self.is_taken:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Use "

@@ -14,37 +14,17 @@ rank that finished last is broadcast.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from reducer.hook_registration import HookRegistration
-from reducer.native import Reducer
-from reducer.options import WrapperOptions
+from reducer.buffers import broadcast
 from reducer.peers import collective
-
-__all__: list[str] = []
+from reducer.torch_internals import TorchNames
 
 _PLANS = "the exchange of what each rank is about to do, inside join(),"
-
-
-class JoinableModel(Protocol):
-    """What this module uses of DistributedDataParallel."""
-
-    process_group: dist.ProcessGroup
-    device: torch.device
-    options: WrapperOptions
-    reducer: Reducer
-    hook_registration: HookRegistration
-    divide_by_initial_world_size: bool
-
-    def sync_buffers(self, root: int) -> None:
-        """Synchronize buffers."""
-
-    def broadcast_state(self, root: int) -> None:
-        """Overwrite the parameters and buffers of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +38,7 @@ class StepPlan:
     @classmethod
     def agree(
         cls,
-        model: JoinableModel,
+        model: TorchNames,
         *,
         is_active: bool,
         synchronizes: bool = False,
@@ -83,7 +63,7 @@ class StepPlan:
         """The rank whose buffers are broadcast."""
         return self.active[-1]
 
-    def share_skipped(self, model: JoinableModel) -> list[bool]:
+    def share_skipped(self, model: TorchNames) -> list[bool]:
         """Return which buckets the root's step skips. Collective, after forward."""
         skipped = model.reducer.skipped_buckets
         if model.options.skip_all_reduce_unused_params:
@@ -93,7 +73,7 @@ class StepPlan:
                 skipped = [flag != 0 for flag in of_root.tolist()]
         return skipped
 
-    def gradient_scale(self, model: JoinableModel) -> float:
+    def gradient_scale(self, model: TorchNames) -> float:
         """Return the factor of gradients that lets the hook average over active ranks only."""
         if model.divide_by_initial_world_size:
             return 1.0
@@ -121,7 +101,7 @@ class ShadowHook(JoinHook):
 
     def __init__(
         self,
-        model: JoinableModel,
+        model: TorchNames,
         *,
         divide_by_initial_world_size: bool = True,
         **_of_others: Any,
@@ -141,10 +121,10 @@ class ShadowHook(JoinHook):
         model = self._model
         plan = StepPlan.agree(model, is_active=False)
         if plan.synchronizes:
-            model.hook_registration.begin_step()
+            model.hook_registration.before_step()
             model.reducer.rebuild_buckets()
         if plan.syncs_buffers:
-            model.sync_buffers(plan.root)
+            model.module_buffers.sync(model.process_group, plan.root, model.reducer)
         if plan.synchronizes:
             model.reducer.match_backward(plan.share_skipped(model))
 
@@ -156,4 +136,8 @@ class ShadowHook(JoinHook):
         with collective(model.process_group, "the search for the rank that finished last"):
             dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
             last = int(candidate.item())
-        model.broadcast_state(last)
+        model.module_buffers.collect()
+        buffers = model.modules_buffers if model.forward_sync_buffers else []
+        parameters = model.not_ignored_parameters().values()
+        broadcast(model.process_group, [*parameters, *buffers], last)
+        model.hook_registration.on_overwrite()

@@ -53,10 +53,6 @@ class MixedPrecision:
         return self.reduce_dtype or self.param_dtype
 
 
-def _keep_nothing(_outputs: Any) -> None:
-    pass
-
-
 class CastModule:
     """Replaces parameters with casts during forward and backward. See Note [Mixed precision].
 
@@ -96,7 +92,7 @@ class CastModule:
         The casts of the outputs' graph then stay until backward has ended.
         """
         if self._dtype is None:
-            yield _keep_nothing
+            yield lambda _outputs: None
             return
         self.restore()
         self._cast(self._dtype)

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__: list[str] = []
-
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, sets, mappings and dataclasses.

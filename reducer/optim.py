@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,15 +66,6 @@ class GradientObservers:
         self._reducer.set_observer(observe)
 
 
-class ObservedModel(Protocol):
-    """What this module uses of DistributedDataParallel."""
-
-    gradient_observers: GradientObservers
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters."""
-
-
 class OverlappedOptimizer:
     """Steps an optimizer in backward. Made by :func:`overlap_optimizer`.
 
@@ -114,7 +105,7 @@ class OverlappedOptimizer:
 
 
 def overlap_optimizer(
-    model: ObservedModel,
+    model: nn.Module,
     optim_cls: type[torch.optim.Optimizer],
     params: Iterable[Any] | None = None,
     *args: Any,

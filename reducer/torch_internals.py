@@ -12,8 +12,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,20 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHookLocation
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
-from reducer.buffers import BROADCAST_BYTES, BufferHook, ModuleBuffers, broadcast
+from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
-from reducer.hook_registration import HookRegistration, TorchHook
+from reducer.hook_registration import HookRegistration
 from reducer.host_memory import connect_host
-from reducer.native import Reducer
+from reducer.native import AverageHook, GradBucket, Reducer
 from reducer.nested_tensors import map_tensors
 from reducer.optim import GradientObservers, overlap_optimizer
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
-from reducer.trained_parameters import TrainedParameters
-
-__all__: list[str] = []
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,13 +49,6 @@ def not_compiled(function: Function) -> Function:
     return outside_graphs(function, recursive=True)
 
 
-@dataclass(frozen=True)
-class _Buckets:
-    """The part of torch's wrapper that the compiler reads."""
-
-    bucket_bytes_cap: int
-
-
 @contextmanager
 @outside_graphs
 def split_graphs_at_buckets(bucket_bytes: int) -> Iterator[None]:
@@ -67,7 +57,8 @@ def split_graphs_at_buckets(bucket_bytes: int) -> Iterator[None]:
     The compiler accepts no buckets that are smaller than torch's first one.
     """
     before = TorchDDP._active_ddp_module  # noqa: SLF001
-    buckets: Any = _Buckets(max(bucket_bytes, FIRST_BUCKET_BYTES))
+    # The part of torch's wrapper that the compiler reads.
+    buckets: Any = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes, FIRST_BUCKET_BYTES))
     TorchDDP._active_ddp_module = buckets  # noqa: SLF001
     try:
         yield
@@ -252,6 +243,13 @@ class StepSampler:
 
 # -------------------------------------------------------------------------------------- names
 
+TorchHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+_WIRE_DTYPES = {
+    BuiltinCommHookType.ALLREDUCE: None,
+    BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+}
+
 
 class TorchNames(nn.Module):
     """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts."""
@@ -260,6 +258,7 @@ class TorchNames(nn.Module):
     module: nn.Module
     device: torch.device
     process_group: dist.ProcessGroup
+    parameters_to_ignore: set[str]
     parameter_names: dict[nn.Parameter, str]
     module_buffers: ModuleBuffers
     options: WrapperOptions
@@ -267,11 +266,16 @@ class TorchNames(nn.Module):
     hook_registration: HookRegistration
     gradient_observers: GradientObservers
     step_sampler: StepSampler
-    _trained: TrainedParameters
+    divide_by_initial_world_size: bool
 
     _clones_outputs = True
     broadcast_bucket_size = BROADCAST_BYTES
+    scatter = TorchDDP.scatter
+    gather = TorchDDP.gather
     _get_data_parallel_params = staticmethod(TorchDDP._get_data_parallel_params)  # noqa: SLF001
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        TorchDDP._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
+    )
 
     # --------------------------------------------------------------------------- attributes
 
@@ -287,6 +291,7 @@ class TorchNames(nn.Module):
     static_graph = property(attrgetter("options.static_graph"))
     batched_grad_copy = property(attrgetter("options.batched_grad_copy"))
     lazy_bucket_allocation = property(attrgetter("options.lazy_bucket_allocation"))
+    should_finalize_after_backward = property(attrgetter("require_manual_backward_finalization"))
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -309,15 +314,12 @@ class TorchNames(nn.Module):
         """The wrapper itself; torch keeps its logging data in another object."""
         return self
 
+    def not_ignored_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the module by name, except the ignored ones."""
+        named = self.module.named_parameters()
+        return {name: it for name, it in named if name not in self.parameters_to_ignore}
+
     # ------------------------------------------------------------------------------- inputs
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Distribute inputs over devices; not called by the wrapper."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Collect outputs from devices; not called by the wrapper."""
-        return gather(outputs, output_device, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
         """Move inputs and keyword arguments to a device; return tuples of one element each."""
@@ -343,14 +345,23 @@ class TorchNames(nn.Module):
         The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
         of arguments do not matter, and any callable is accepted. `commhooks.register` offers more.
         """
-        self.hook_registration.register(state, hook)
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, found {hook!r}.")
+        bound = functools.partial(hook, state)
+        # In errors and profiles:
+        bound.name = getattr(hook, "__qualname__", type(hook).__qualname__)  # type: ignore[attr-defined]
+        self.hook_registration.take(bound)
 
     _register_comm_hook = register_comm_hook
 
     @records_errors
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Register one of torch's built-in hooks: ALLREDUCE or FP16_COMPRESS."""
-        self.hook_registration.register_builtin(comm_hook_type)
+        if comm_hook_type not in _WIRE_DTYPES:
+            known = [kind.name for kind in _WIRE_DTYPES]
+            raise ValueError(f"Expected one of {known}, found {comm_hook_type}.")
+        average = AverageHook(self.reducer.process_group, _WIRE_DTYPES[comm_hook_type])
+        self.hook_registration.take(average, name=str(comm_hook_type))
 
     @records_errors
     def _register_buffer_comm_hook(
@@ -365,7 +376,7 @@ class TorchNames(nn.Module):
         """
         if not callable(hook):
             raise TypeError(f"Buffer hook must be callable, found {hook!r}.")
-        self.module_buffers.hook = BufferHook(hook, state, comm_hook_location)
+        self.module_buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
 
     def _register_fused_optim(
         self,
@@ -415,7 +426,8 @@ class TorchNames(nn.Module):
         transport = (
             connect_host(new_process_group, self.device) if self.options.host_memory else None
         )
-        self.hook_registration.move(new_process_group, transport)
+        self.reducer.set_process_group(new_process_group, transport)
+        self.hook_registration.reset()
 
     def _check_manual_backward_finalization_supported(self) -> None:
         """Do nothing; torch raises RuntimeError for configurations that the wrapper supports."""
@@ -423,17 +435,6 @@ class TorchNames(nn.Module):
     @records_errors
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.remove_autograd_hooks()
-        self._trained.stop()
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
-        ignore(module, params_and_buffers_to_ignore)
 
     # ------------------------------------------------------------------------- construction
 
@@ -449,19 +450,19 @@ class TorchNames(nn.Module):
 
         Raises ValueError unless ``parameters`` are those.
         """
-        indices = {parameter: index for index, parameter in enumerate(parameters)}
+        given = set(parameters)
         for parameter, name in self.parameter_names.items():
-            if parameter not in indices:
+            if parameter not in given:
                 raise ValueError(
                     f"Param with name {name} found in module parameters, but not among the "
                     f"{len(parameters)} given ones."
                 )
-        if len(indices) != len(self.parameter_names):
+        if len(given) != len(self.parameter_names):
             raise ValueError(
                 "Expected param to name mapping to cover all parameters, but found "
-                f"{len(indices)} parameters and {len(self.parameter_names)} names."
+                f"{len(given)} parameters and {len(self.parameter_names)} names."
             )
-        return {indices[parameter]: name for parameter, name in self.parameter_names.items()}
+        return {index: self.parameter_names[it] for index, it in enumerate(parameters)}
 
     def _default_broadcast_coalesced(
         self,

@@ -366,7 +366,7 @@ def torch_hook_before_and_after(rank: int, world_size: int) -> None:
     )
     model._update_process_group(dist.new_group([0]))
     assert model.hook_registration.averages_gradients
-    model.broadcast_state(0)
+    model.join_hook().post_hook(is_last_joiner=True)
     model(inputs_of(0)).sum().backward()
     model.register_comm_hook("after", hook)
     model(inputs_of(0)).sum().backward()
