@@ -15,10 +15,9 @@ from typing import Literal
 from commhooks.cluster import RankCaller, Ranks
 from commhooks.cluster import links as shaped
 from commhooks.errors import CommHookError, reason_of
-from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
-from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, StepTimes
+from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, Side, StepTimes
 from commhooks.lab.comparison.result import (
     HOSTS,
     LOOPBACK,
@@ -174,7 +173,7 @@ class Experiment:
         """Prepare ranks for the tasks of a new setting."""
         setting = Setting(name, bits_per_second)
         self._tell(setting, "preparing")
-        ranks(remote.prepare, self.workload)
+        ranks.make(Side, self.workload)
         self.settings.append(setting)
         return setting
 
@@ -192,7 +191,6 @@ class Experiment:
                 except Exception as error:
                     self._fail(error, task, setting)
                     ranks.restart()
-                    ranks(remote.prepare, self.workload)
             self._steps_done += task.steps
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
@@ -221,11 +219,11 @@ class Experiment:
         entry, name = task.entry, task.entry.name
         match task.kind:
             case "verifying":
-                first = _worst(ranks(remote.verify, entry))
+                first = _worst(ranks.do(Side.verify, entry))
                 self._check_error(name, first.error)
                 setting.first_steps[name] = first
             case "measuring":
-                by_rank: list[Block] = ranks(remote.time_block, entry, task.done, task.steps)
+                by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
                 steps = zip(*(block.times for block in by_rank), strict=True)
                 slowest = tuple(map(StepTimes.slowest, steps))
                 own = by_rank[0]
@@ -233,9 +231,9 @@ class Experiment:
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
-                    ranks(remote.begin_training, entry, self.train)
+                    ranks.do(Side.begin_training, entry, self.train)
                 for left in range(task.steps, 0, -1):
-                    point = ranks(remote.train, left == 1)[0]
+                    point = ranks.do(Side.train, left == 1)[0]
                 setting.training.setdefault(name, []).append(point)
                 if entry != TORCH and not math.isfinite(point.validation_loss):
                     raise CommHookError(
@@ -274,7 +272,6 @@ class Experiment:
 
     def _dry_run(self, ranks: Ranks) -> Measurements | Exception:
         """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
-        ranks(remote.clear)
         failed = {failure.hook for failure in self.failures}
         entries = [entry for entry in self.entries if entry.name not in failed]
         configs = [config for entry in entries if (config := entry.simulated_config)]

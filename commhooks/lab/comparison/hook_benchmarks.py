@@ -21,7 +21,7 @@ import pytest
 from torch import nn
 
 from commhooks.cluster import Ranks
-from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
+from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
@@ -58,26 +58,22 @@ class _Place:
         )
 
 
-class _RanksOfModule(Ranks):
-    """Ranks that have loaded the test module, with its models, hooks and functions."""
+@dataclass(frozen=True)
+class _Workload(Workload):
+    """A workload of a test module, which ranks load first, with its models, hooks and functions."""
 
-    def __init__(self, name: str, path: Path, place: _Place, link: ShapedLink | None) -> None:
-        self._module = name, str(path)
-        super().__init__(place.world_size, link, threads=max(1, cores() // place.world_size))
+    module: tuple[str, str] = ("", "")
+    """Name and path. With --import-mode=importlib it cannot be imported by its name."""
 
-    def restart(self) -> None:
-        super().restart()
-        self(_load, *self._module)
-
-
-def _load(rank: int, name: str, path: str) -> None:  # noqa: ARG001
-    # By its path: with --import-mode=importlib a test module cannot be imported by its name.
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+    def make_module(self) -> nn.Module:
+        name, path = self.module
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return super().make_module()
 
 
 class _Group:
@@ -198,7 +194,8 @@ class ModuleBenchmarks:
                         link = stack.enter_context(hosts)
                     except LinkError as error:
                         pytest.skip(str(error))
-                ranks = _RanksOfModule(self.name, self.path, place, link)
+                threads = max(1, cores() // place.world_size)
+                ranks = Ranks(place.world_size, link, threads=threads)
                 group = _Group(place, stack.enter_context(ranks), rate)
                 self._groups[place] = group
                 self._open.push(stack.pop_all())
@@ -278,7 +275,8 @@ class HookBenchmarks:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         shared = {"host_memory": True} if ranks_per_host > 1 else {}
         options = tuple(sorted((shared | dict(wrapper or {})).items()))
-        workload = Workload(model, batch, options, set_to_none)
+        module = self.module.name, str(self.module.path)
+        workload = _Workload(model, batch, options, set_to_none, module)
         place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)
