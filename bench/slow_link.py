@@ -31,12 +31,12 @@ from bench import files
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
+from commhooks.costs.units import parse_rate
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.comparison.remote import Side
 from commhooks.lab.machine import describe_machine
 from commhooks.lab.models import Workload
-from commhooks.lab.units import parse_rate
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch, validation_batches
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from commhooks.costs.units import format_duration, format_rate, parse_duration, parse_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.references import import_module
@@ -22,7 +21,6 @@ from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hoo
 from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models, load_callable
 from commhooks.lab.simulation import Link, Network
-from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -257,23 +255,6 @@ def usable_hooks(
     if reasons and not usable:
         raise CommHookError("; ".join(f"{text}: {reason}" for text, reason in reasons.items()))
     return usable, reasons
-
-
-def table_of_hooks(
-    columns: Iterable[str], *, caption: str, title: str | None = None, first: str = "hook"
-) -> Table:
-    """Make an empty table: a column ``first``, then right-aligned ``columns``."""
-    table = Table(
-        title=title,
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def show_failures(

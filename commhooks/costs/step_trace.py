@@ -74,21 +74,8 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class ExchangeTrace:
-    """An exchange that begins at the end of the step: Note [Exchanges between steps].
-
-    ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`.
-    """
-
-    steps: int
-    """Number of steps until its result is awaited."""
-    local_seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
-
-
-@dataclass(frozen=True)
 class BucketTrace:
-    """The work on one bucket. Without a hook by default.
+    """The work on one bucket, or in an exchange of it. Without a hook by default.
 
     ``local_seconds`` has the hook's own work before, between and after ``collectives``, so it has
     one more element.
@@ -100,7 +87,11 @@ class BucketTrace:
     unpack_seconds: float
     local_seconds: tuple[float, ...] = (0.0,)
     collectives: tuple[Collective, ...] = ()
-    exchanges: tuple[ExchangeTrace, ...] = ()
+    exchanges: tuple["BucketTrace", ...] = ()
+    """Those that begin at the end of the step: Note [Exchanges between steps] in comm/exchange.py.
+    """
+    steps: int = 0
+    """Of an exchange: the number of steps until its result is awaited."""
 
     @property
     def structure(self) -> tuple[tuple[tuple[str, bool], ...], ...]:
@@ -130,22 +121,13 @@ class StepTrace:
 
     def wire_bytes(self, nodes: int) -> float:
         """Return the bytes that rank 0 sends."""
-        in_step = sum(c.wire_bytes(nodes) for bucket in self.buckets for c in bucket.collectives)
-        return in_step + sum(
-            collective.wire_bytes(nodes)
-            for bucket in self.buckets
-            for exchange in bucket.exchanges
-            for collective in exchange.collectives
-        )
+        every = (*self.buckets, *self.exchanges)
+        return sum(c.wire_bytes(nodes) for bucket in every for c in bucket.collectives)
 
-    def of_exchanges(self) -> "StepTrace":
-        """Return the exchanges that begin in this step, as a step of nothing else."""
-        buckets = tuple(
-            BucketTrace(0, 0.0, 0.0, exchange.local_seconds, exchange.collectives)
-            for bucket in self.buckets
-            for exchange in bucket.exchanges
-        )
-        return StepTrace(buckets, 0.0, is_native=False)
+    @property
+    def exchanges(self) -> tuple[BucketTrace, ...]:
+        """The exchanges that begin in this step."""
+        return tuple(exchange for bucket in self.buckets for exchange in bucket.exchanges)
 
     def faster(self, factor: float) -> "StepTrace":
         """Return the trace of a machine that computes ``factor`` times as fast."""

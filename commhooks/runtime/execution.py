@@ -43,6 +43,9 @@ class HookExecution:
         completed: How many of them have completed, or were sent between two ranks.
     """
 
+    _place = "on"
+    """Where it fails, in front of the bucket."""
+
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         self.bucket = bucket
         self.comm = Communicator(
@@ -183,9 +186,9 @@ class HookExecution:
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         issued = sum(self.issued.values())
         return (
-            f"[rank {self.comm.rank}] hook {self._hook!r} failed on bucket {self.bucket.index()} "
-            f"(parameters {parameters}) at step {self.bucket.step}, after {issued} "
-            f"collectives: {text}"
+            f"[rank {self.comm.rank}] hook {self._hook!r} failed {self._place} bucket "
+            f"{self.bucket.index()} (parameters {parameters}) at step {self.bucket.step}, after "
+            f"{issued} collectives: {text}"
         )
 
     def peer_error(self, reason: str | None, error: Exception) -> CommHookPeerError:
@@ -248,6 +251,8 @@ class HookExecution:
 class ExchangeExecution(HookExecution):
     """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py."""
 
+    _place = "in the exchange that it began on"
+
     def __init__(
         self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup
     ) -> None:
@@ -258,14 +263,6 @@ class ExchangeExecution(HookExecution):
     def record(self, collector: StatsCollector) -> None:
         """Add its bytes to those of the bucket on which it began."""
         collector.record(self._as_run(is_exchange=True), self.bucket)
-
-    def _locate(self, text: str) -> str:
-        issued = sum(self.issued.values())
-        return (
-            f"[rank {self.comm.rank}] hook {self._hook!r} failed in the exchange that it began on "
-            f"bucket {self.bucket.index()} at step {self.bucket.step}, after {issued} collectives: "
-            f"{text}"
-        )
 
     async def _run(self) -> Tensor:
         result = await self._function()

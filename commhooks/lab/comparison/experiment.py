@@ -14,6 +14,7 @@ from typing import Literal
 
 from commhooks.cluster import RankCaller, Ranks
 from commhooks.cluster import links as shaped
+from commhooks.costs.units import format_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
@@ -28,13 +29,13 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.simulation import Job, Measurements, measure
-from commhooks.lab.units import format_rate
+from commhooks.lab.simulation import Job, Link, Network, Study, measure
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 _LEAST, _MOST = 12, 50
 """Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""
 _VALIDATIONS = 10
+_LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the default of simulate
 
 ProgressCallback = Callable[[str, float, float], None]
 """Called with a description of the current work, the steps that are done, and all steps."""
@@ -128,8 +129,12 @@ class Experiment:
     progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
     """The settings in the order in which they were measured; the first one is verified."""
-    dry_runs: Measurements | Exception | None = None
-    """The basis of predictions, or the reason why there are none."""
+    study: Study | None = None
+    """Predictions for links of any rate, one link for each rank."""
+    unpredicted: dict[str, str] = field(default_factory=dict)
+    """The reasons why hooks are not in the study, by name."""
+    no_study: Exception | None = None
+    """The reason why there is no study, if one was tried."""
     notes: list[str] = field(default_factory=list)
     pairs: list[HostPair] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -145,7 +150,7 @@ class Experiment:
             loopback = self.begin(LOOPBACK, ranks)
             self.do(first, loopback, ranks)
             self._tell(loopback, "running hooks dry")
-            self.dry_runs = self._dry_run(ranks)
+            self._dry_run(ranks)
         for rate in links:
             try:
                 with (
@@ -192,6 +197,11 @@ class Experiment:
                     self._fail(error, task, setting)
                     ranks.restart()
             self._steps_done += task.steps
+
+    def figures(self, setting: Setting) -> dict[str, Figures]:
+        """Return the figures of all entries that have been measured in a setting."""
+        names = [entry.name for entry in self.entries]
+        return {name: found for name in names if (found := setting.figures(name)) is not None}
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
         """Return the tasks of a setting; each training is in about ten parts."""
@@ -270,22 +280,33 @@ class Experiment:
             setting.blocks.pop(name, None)
         self.failures.append(Failure(name, setting.name, reason_of(error), f"{error}\n{details}"))
 
-    def _dry_run(self, ranks: Ranks) -> Measurements | Exception:
-        """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
-        failed = {failure.hook for failure in self.failures}
-        entries = [entry for entry in self.entries if entry.name not in failed]
-        configs = [config for entry in entries if (config := entry.simulated_config)]
+    def _dry_run(self, ranks: Ranks) -> None:
+        """Prepare predictions. If it fails, ``ranks`` cannot be used any more."""
+        figures = self.figures(self.settings[0])
+        configs = {
+            entry.name: config
+            for entry in self.entries
+            if entry.name in figures and (config := entry.simulated_config)
+        }
         size, workload = self.world_size, self.workload
         job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
         try:
-            found = measure(job, configs, [size], ranks)
+            found = measure(job, list(configs.values()), [size], ranks)
         except Exception as error:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
-            return error
-        for entry in entries:
-            if entry.simulated_config and (reason := found.reason(entry.simulated_config)):
-                self.notes.append(f"{entry.name} is not predicted: {reason}")
-        return found
+            self.no_study = error
+            return
+        reasons = {name: found.reason(config) for name, config in configs.items()}
+        self.unpredicted = {name: reason for name, reason in reasons.items() if reason}
+        self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
+        self.study = Study(
+            {name: found.of(config) for name, config in configs.items() if config in found},
+            Network(size, _LINK, _LINK),
+            found.gloo,
+            cores=cores() / size,
+            baseline=TORCH.name,
+            loopback_seconds={name: each.step_seconds for name, each in figures.items()},
+        )
 
 
 def _steps(tasks: Sequence[Task]) -> int:

@@ -22,6 +22,7 @@ from torch import nn
 
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import LinkError, shaped_link
+from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
@@ -33,7 +34,6 @@ from commhooks.lab.comparison.remote import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.units import format_rate, parse_rate
 
 _BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 

@@ -34,7 +34,6 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.step_trace import (
     BucketTrace,
     Collective,
-    ExchangeTrace,
     Members,
     StepTrace,
     merged,
@@ -158,12 +157,12 @@ class _Tracer:
         exchanges = tuple(self._exchange(exchange) for exchange in comm.begun)
         return BucketTrace(bucket.buffer().nbytes, 0.0, 0.0, local, collectives, exchanges)
 
-    def _exchange(self, exchange: Exchange) -> ExchangeTrace:
+    def _exchange(self, exchange: Exchange) -> BucketTrace:
         local, collectives, result = self._run(exchange.run())
         exchange.future = new_future(result.device)
         exchange.future.set_result(result)
         self._begun.append(exchange)
-        return ExchangeTrace(0, local, collectives)
+        return BucketTrace(0, 0.0, 0.0, local, collectives)
 
     def _run(
         self, coroutine: Coroutine[Any, Any, Tensor]
