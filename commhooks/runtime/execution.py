@@ -272,19 +272,7 @@ class ExchangeExecution(HookExecution):
 
 
 class EndOfStep(HookExecution):
-    """The vote of a step in which no bucket ``is_last()``. It comes after ``index`` buckets."""
-
-    def __init__(
-        self,
-        hook: CommHook,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        index: int,
-        step: int,
-    ) -> None:
-        nothing = torch.empty(0, device=device)
-        super().__init__(hook, GradBucket(nothing, [], [], index=index, step=step), group)
+    """The vote of a step in which no bucket ``is_last()``, as an execution on an empty bucket."""
 
     def record(self, collector: StatsCollector) -> None:
         """Do nothing: the statistics are those of buckets."""

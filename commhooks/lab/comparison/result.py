@@ -160,7 +160,7 @@ class Comparison:
         Each begins with the names of its columns. A line of one cell is the heading of those that
         follow; lines of failed hooks are shorter.
         """
-        found = []
+        found: list[list[tuple[str, ...]]] = []
         if self.pairs:
             lines = (
                 (
