@@ -4,15 +4,14 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.text import Text
 
+from commhooks.costs.network import Link, Network
 from commhooks.costs.units import format_duration, format_rate, parse_duration, parse_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
@@ -20,7 +19,6 @@ from commhooks.hook.references import import_module
 from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hook_specs
 from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models, load_callable
-from commhooks.lab.simulation import Link, Network
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -257,19 +255,12 @@ def usable_hooks(
     return usable, reasons
 
 
-def show_failures(
-    console: Console, failures: Iterable[object], status: int = 0, *, is_error: bool = True
-) -> None:
-    """Print a line for each hook that failed, then exit with status 1 or with ``status``.
-
-    Do not exit if ``status`` is 0 and nothing failed, or that is no error.
-    """
-    for failure in failures:
-        line = Text.assemble(("Failed: ", "bold red"), str(failure))
-        console.print(line, soft_wrap=True)  # one line in a pipe
-        status = status or int(is_error)
-    if status:
-        sys.exit(status)
+def show_failures(reasons: Mapping[str, str], *, is_error: bool = True) -> None:
+    """Print a line for each hook that failed. Exit with status 1 if there is one, and an error."""
+    for hook, reason in reasons.items():
+        click.echo(f"{click.style('Failed:', fg='red', bold=True)} {hook}: {reason}")
+    if reasons and is_error:
+        sys.exit(1)
 
 
 def draw(function: str, *arguments: Any, path: Path | None) -> None:

@@ -20,18 +20,12 @@ from commhooks.cli.common import (
     usable_hooks,
     with_references,
 )
+from commhooks.costs.backends import NCCL
+from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.simulation import (
-    BASELINE,
-    NCCL,
-    Job,
-    Measurements,
-    Study,
-    dry_run_sizes,
-    measure,
-)
+from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, measure
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
 
@@ -97,10 +91,9 @@ def simulate(
     if json_file is not None:
         figures = study.to_json() | {"model": model, "failures": reasons}
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    console = Console()
     click.echo(f"{title}\n\n{_table(study, reasons)}")
-    console.print(study.advice, highlight=False)
-    show_failures(console, (f"{hook}: {reason}" for hook, reason in reasons.items()))
+    Console().print(study.advice, highlight=False)
+    show_failures(reasons)
 
 
 def _measured(

@@ -156,16 +156,17 @@ class Work(Protocol):
 _Work = TypeVar("_Work", bound=Work)
 
 
-def merged_work(
+def merged(
     parts: Sequence[_Work],
     seconds: Callable[[Sequence[float]], float],
     nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
 ) -> _Work:
     """Merge work of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
 
-    Both get the numbers of all parts. Everything else is that of the first part.
+    Both get the numbers of all parts; exchanges are merged as well. Everything else is that of the
+    first part.
     """
-    return replace(
+    found = replace(
         parts[0],
         local_seconds=tuple(map(seconds, zip(*(p.local_seconds for p in parts), strict=True))),
         collectives=tuple(
@@ -173,16 +174,6 @@ def merged_work(
             for each in zip(*(part.collectives for part in parts), strict=True)
         ),
     )
-
-
-def merged(
-    traces: Sequence[BucketTrace],
-    seconds: Callable[[Sequence[float]], float],
-    nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
-) -> BucketTrace:
-    """Merge traces of one structure, their exchanges included: see :func:`merged_work`."""
-    exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
-    return replace(
-        merged_work(traces, seconds, nbytes),
-        exchanges=tuple(merged_work(each, seconds, nbytes) for each in exchanges),
-    )
+    begun = zip(*(getattr(part, "exchanges", ()) for part in parts), strict=True)
+    exchanges = tuple(merged(each, seconds, nbytes) for each in begun)
+    return replace(found, exchanges=exchanges) if exchanges else found

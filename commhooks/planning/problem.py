@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged_work
+from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged
 from commhooks.costs.timeline import Span, Timing, replay
 from commhooks.errors import CommHookOptionError
 from commhooks.planning.plan import label_of
@@ -47,7 +47,7 @@ class Choice:
         more = elements / max(self.elements, 1)
         growing = max(0.0, self.seconds - overhead) / (self.seconds or 1.0) * more
         factor = more if sent is None else sent
-        scaled = merged_work([self], lambda each: each[0] * growing, lambda each: each[0] * factor)
+        scaled = merged([self], lambda each: each[0] * growing, lambda each: each[0] * factor)
         return replace(scaled, elements=elements)
 
 
@@ -207,13 +207,7 @@ class Problem:
         return self.overheads[hook] + waiting, sending + choice.seconds
 
     def _seconds(self, collective: Collective) -> float:
-        """Return the time of a collective that shares nothing with others."""
-        network, cost = self.network, self.backend.cost(collective, self.network)
-        return cost.latency_seconds + max(
-            cost.link_bytes / network.link.bytes_per_second,
-            cost.node_bytes / network.node_link.bytes_per_second,
-            cost.cpu_seconds,
-        )
+        return self.backend.cost(collective, self.network).seconds_alone(self.network)
 
     def replay(self, assignment: Assignment, spans: list[Span] | None = None) -> Timing:
         """Return the time of a step on the timeline; append what happens in it to ``spans``."""
@@ -251,7 +245,7 @@ class Problem:
                 runs.setdefault(alike, []).append(choice)
             local[-1] += self.overheads[hook]
             for choices in runs.values():
-                together = merged_work(choices, math.fsum, math.fsum)
+                together = merged(choices, math.fsum, math.fsum)
                 local[-1] += together.local_seconds[0]
                 local += together.local_seconds[1:]
                 collectives += together.collectives

@@ -14,7 +14,6 @@ from commhooks.cluster import LaunchedRanks
 from commhooks.cluster import links as shaped
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.units import format_rate
-from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
@@ -110,7 +109,6 @@ def compare(
     if not any(spec.text == CAUTIOUS for spec in specs):
         specs.insert(0, hook_spec(CAUTIOUS))
     entries = [BARE, TORCH, *map(Entry.of, specs)]
-    exact = {spec.text for spec in specs if is_lossless(spec.create())}
     notes = []
     if ranks is None and world_size > cores():
         notes.append(
@@ -125,10 +123,9 @@ def compare(
         entries,
         world_size,
         steps,
+        precision,
         train,
         train_steps,
-        exact=exact | {TORCH.name},
-        precision=precision,
         timeout=timeout,
         progress=progress,
         notes=notes,

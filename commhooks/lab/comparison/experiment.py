@@ -14,6 +14,7 @@ from typing import Literal
 
 from commhooks.cluster import RankCaller, Ranks
 from commhooks.cluster import links as shaped
+from commhooks.costs.network import Link, Network
 from commhooks.costs.units import format_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
@@ -29,7 +30,7 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.simulation import Job, Link, Network, Study, measure
+from commhooks.lab.simulation import Job, Study, measure
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 _LEAST, _MOST = 12, 50
@@ -113,18 +114,17 @@ class Setting:
 class Experiment:
     """The entries of a comparison, how long each is measured, and what has been measured so far.
 
-    The entries named in ``exact`` must return the exact mean, within rounding of ``precision``.
+    Exact entries must return the exact mean, within rounding of ``precision``.
     """
 
     workload: Workload
     entries: list[Entry]
     world_size: int
     steps: int
-    train: str | None
-    train_steps: int
-    exact: set[str]
     precision: float
-    timeout: float
+    train: str | None = None
+    train_steps: int = 0
+    timeout: float = 600.0
     """Seconds for the steps of one entry that are run together."""
     progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
@@ -230,7 +230,7 @@ class Experiment:
         match task.kind:
             case "verifying":
                 first = _worst(ranks.do(Side.verify, entry))
-                self._check_error(name, first.error)
+                self._check_error(entry, first.error)
                 setting.first_steps[name] = first
             case "measuring":
                 by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
@@ -251,7 +251,7 @@ class Experiment:
                         f"{point.validation_loss} after {point.step} steps"
                     )
 
-    def _check_error(self, name: str, error: float | None) -> None:
+    def _check_error(self, entry: Entry, error: float | None) -> None:
         if error is None:
             return
         if not math.isfinite(error):
@@ -259,7 +259,7 @@ class Experiment:
                 "the gradients of a step are not finite, or their mean is zero or not finite"
             )
         rounding = _ROUNDINGS * self.precision
-        if name in self.exact and error > rounding:
+        if error > rounding and entry.is_exact:
             raise CommHookError(
                 f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
                 f"with a relative error of {error:.1e}. Is the model's gradient the same in each "

@@ -24,7 +24,6 @@ from commhooks.cluster import Ranks
 from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike
 from commhooks.lab.comparison.compare import Report, check_model
@@ -82,19 +81,10 @@ class _Group:
     def __init__(self, place: _Place, ranks: Ranks, rate: float | None) -> None:
         self._ranks = ranks
         self._gradient_bytes, precision = check_model(place.workload, place.world_size)
-        self._experiment = Experiment(
-            place.workload,
-            [],
-            place.world_size,
-            place.steps,
-            train=None,
-            train_steps=0,
-            exact={TORCH.name},
-            precision=precision,
-            timeout=600,
-        )
+        self._experiment = Experiment(place.workload, [], place.world_size, place.steps, precision)
         self._setting = self._experiment.begin(place.link, ranks, rate)
-        self._benchmarks: list[tuple[str, Any]] = []
+        self.benchmarks: list[tuple[str, Any]] = []
+        """The hooks that are timed, and what waits for their steps."""
         for entry in _BESIDE.values():
             self.verify(entry)
 
@@ -103,22 +93,15 @@ class _Group:
         known = self._setting.first_steps.get(entry.name)
         if known is None:
             self._experiment.entries.append(entry)
-            if entry.config is not None and is_lossless(create(entry.config)):
-                self._experiment.exact.add(entry.name)
             self._do([Task("verifying", entry, 1)])
             self.raise_failures()
             known = self._setting.first_steps[entry.name]
         return known
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether a benchmark waits for the steps of a hook."""
-        return bool(self._benchmarks)
-
     def add(self, entry: Entry, benchmark: Any) -> None:
         """Let the steps of an entry be those of a benchmark."""
         benchmark.has_error = True  # until it has times: pytest-benchmark leaves it out
-        self._benchmarks.append((entry.name, benchmark))
+        self.benchmarks.append((entry.name, benchmark))
 
     def time_in_turn(self) -> str:
         """Time all entries, fill the benchmarks, and return a table.
@@ -128,7 +111,7 @@ class _Group:
         self._do(timing_tasks(self._experiment.entries, self._experiment.steps))
         found = Report(self._experiment, self._gradient_bytes).comparison((), complete=False)
         rows = {row.hook: row for row in found.rows}
-        for name, benchmark in self._benchmarks:
+        for name, benchmark in self.benchmarks:
             row = rows.get(name)
             if row is None:
                 continue
@@ -204,7 +187,7 @@ class ModuleBenchmarks:
     def time_in_turn(self) -> None:
         """Time the hooks of each place in turn. Raises CommHookError if one fails."""
         for place, group in self._groups.items():
-            if group.is_timed:
+            if group.benchmarks:
                 self.tables[str(place)] = group.time_in_turn()
         for group in self._groups.values():
             group.raise_failures()
