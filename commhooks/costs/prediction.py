@@ -16,7 +16,7 @@ import numpy as np
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
+from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.costs.timeline import replay
 from commhooks.errors import CommHookError
 
@@ -139,7 +139,7 @@ def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> Bu
             f"cannot predict the hook among {size} ranks: its collectives depend on the world "
             f"size, {found}; simulate at most {_LARGEST} ranks"
         )
-    return merged(
+    return merged_work(
         known,
         lambda seconds: seconds_at(size, sizes, seconds),
         lambda nbytes: bytes_at(size, sizes, nbytes),

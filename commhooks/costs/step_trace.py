@@ -133,7 +133,7 @@ class StepTrace:
         """Return the trace of a machine that computes ``factor`` times as fast."""
         buckets = tuple(
             replace(
-                merged([bucket], lambda seconds: seconds[0] / factor),
+                merged_work([bucket], lambda seconds: seconds[0] / factor),
                 backward_seconds=bucket.backward_seconds / factor,
                 unpack_seconds=bucket.unpack_seconds / factor,
             )
@@ -156,7 +156,7 @@ class Work(Protocol):
 _Work = TypeVar("_Work", bound=Work)
 
 
-def merged(
+def merged_work(
     parts: Sequence[_Work],
     seconds: Callable[[Sequence[float]], float],
     nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
@@ -175,5 +175,5 @@ def merged(
         ),
     )
     begun = zip(*(getattr(part, "exchanges", ()) for part in parts), strict=True)
-    exchanges = tuple(merged(each, seconds, nbytes) for each in begun)
+    exchanges = tuple(merged_work(each, seconds, nbytes) for each in begun)
     return replace(found, exchanges=exchanges) if exchanges else found

@@ -27,7 +27,7 @@ from commhooks.comm.exchange import Exchange
 from commhooks.costs.backends import Backend, Gloo
 from commhooks.costs.network import Network
 from commhooks.costs.prediction import DryRuns, dry_run_sizes
-from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
+from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
@@ -86,7 +86,7 @@ class Measured:
         The ranks compute ``speed`` times as fast as this machine.
         """
         outcomes = {
-            key: merged([each], lambda seconds: seconds[0] / speed)
+            key: merged_work([each], lambda seconds: seconds[0] / speed)
             for key, each in self.outcomes.items()
         }
         overheads = overheads_of(outcomes, hooks)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged
+from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged_work
 from commhooks.costs.timeline import Span, Timing, replay
 from commhooks.errors import CommHookOptionError
 from commhooks.planning.plan import label_of
@@ -47,7 +47,7 @@ class Choice:
         more = elements / max(self.elements, 1)
         growing = max(0.0, self.seconds - overhead) / (self.seconds or 1.0) * more
         factor = more if sent is None else sent
-        scaled = merged([self], lambda each: each[0] * growing, lambda each: each[0] * factor)
+        scaled = merged_work([self], lambda each: each[0] * growing, lambda each: each[0] * factor)
         return replace(scaled, elements=elements)
 
 
@@ -245,7 +245,7 @@ class Problem:
                 runs.setdefault(alike, []).append(choice)
             local[-1] += self.overheads[hook]
             for choices in runs.values():
-                together = merged(choices, math.fsum, math.fsum)
+                together = merged_work(choices, math.fsum, math.fsum)
                 local[-1] += together.local_seconds[0]
                 local += together.local_seconds[1:]
                 collectives += together.collectives

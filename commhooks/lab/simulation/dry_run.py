@@ -36,7 +36,7 @@ from commhooks.costs.step_trace import (
     Collective,
     Members,
     StepTrace,
-    merged,
+    merged_work,
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
@@ -215,7 +215,7 @@ def _fastest(traces: Sequence[BucketTrace]) -> BucketTrace:
     """Return the last trace with the shortest seconds of all."""
     if len({trace.structure for trace in traces}) > 1:
         return traces[-1]  # what the hook sends depends on its state, which the last run has
-    return merged(traces[::-1], min)
+    return merged_work(traces[::-1], min)
 
 
 def fake_group(size: int) -> dist.ProcessGroup:
