@@ -252,7 +252,10 @@ _WIRE_DTYPES = {
 
 
 class TorchNames(nn.Module):
-    """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts."""
+    """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts.
+
+    Parts that need the wrapper know it by this class.
+    """
 
     # Set by DistributedDataParallel.
     module: nn.Module
