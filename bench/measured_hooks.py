@@ -24,7 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import commhooks
 from commhooks import HookHandle
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
@@ -174,10 +173,3 @@ def entry_of(name: str) -> Entry:
 def name_of(spec: str) -> str:
     """Return the name of a hook, without its options."""
     return spec.partition(":")[0]
-
-
-own = {getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__}
-if missing := own - set(map(name_of, MEASURED_HOOKS)):
-    raise LookupError(
-        f"expected a line for every hook in bench/measured_hooks.py; missing: {sorted(missing)}"
-    )
