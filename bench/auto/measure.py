@@ -26,10 +26,6 @@ from commhooks.planning import Plan
 AUTO = "auto"
 REFERENCE = "int4"
 """The uniform hook whose error is the limit."""
-ALWAYS = ("bf16", REFERENCE)
-_SLOW = 2.5
-"""Settings that take this many times as long as the fastest are timed in every fourth turn only."""
-
 Row = dict[str, Any]
 
 
@@ -81,7 +77,7 @@ POINTS = (
     Point("gpt", 1e8, 4),
     Point("gpt", 1e9, 4),
 )
-QUICK = Effort(("allreduce", *ALWAYS), warm_up=40, blocks=2, error_steps=1, error_after=1)
+QUICK = Effort(("allreduce", "bf16", REFERENCE), warm_up=40, blocks=2, error_steps=1, error_after=1)
 """For a test: shows that it works, and nothing else."""
 
 
@@ -142,21 +138,17 @@ def _within_the_limit(ranks: Ranks, effort: Effort) -> dict[str, Row]:
 def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
     """Time all settings, block by block. The first block of each is not counted.
 
-    Each gets ``blocks``: for each turn the seconds of its steps, or None if it was left out.
+    Each gets ``blocks``: for each turn the seconds of its steps.
     """
-    warm = {name: sum(_slowest(ranks, name, effort.block_steps)) for name in settings}
-    sent = {name: ranks(remote.do, name, Training.sent)[0] for name in settings}
-    slow = {name for name, each in warm.items() if each > _SLOW * min(warm.values())}
-    slow -= {AUTO, *ALWAYS}
-    names = list(settings)
-    for row in settings.values():
+    for name, row in settings.items():
+        _slowest(ranks, name, effort.block_steps)
         row["blocks"] = []
+    sent = {name: ranks(remote.do, name, Training.sent)[0] for name in settings}
+    names = list(settings)
     for turn in range(effort.blocks):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            is_left_out = name in slow and turn % 4
-            block = None if is_left_out else _slowest(ranks, name, effort.block_steps)
-            settings[name]["blocks"].append(block)
+            settings[name]["blocks"].append(_slowest(ranks, name, effort.block_steps))
     for name, row in settings.items():
         now = ranks(remote.do, name, Training.sent)[0]
         steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
