@@ -18,9 +18,9 @@ from bench.auto.remote import Training
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link
+from commhooks.costs.units import format_rate
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
-from commhooks.lab.units import format_rate
 from commhooks.planning import Plan
 
 AUTO = "auto"
