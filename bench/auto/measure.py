@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 
-from bench.auto import remote
 from bench.auto.models import MODELS
-from bench.auto.remote import Training
+from bench.auto.remote import Training, Trainings, cpu_seconds
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link
@@ -85,19 +84,20 @@ def measure(point: Point, effort: Effort, plans: Mapping[str, Plan]) -> Row:
     """Measure a point. ``plans``: others to compare with, by name."""
     config: dict[str, Any] = {"name": AUTO, "exact": list(MODELS[point.model].exact)}
     with point.link() as link, Ranks(point.ranks, link) as ranks:
-        parameters = ranks(remote.prepare, point.model)[0]
+        ranks.make(Trainings, point.model)
         settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, effort)
         before = _loads(ranks)
-        ranks(remote.add, AUTO, config)
+        ranks.do(Trainings.add, AUTO, config)
         warm_up = _slowest(ranks, AUTO, effort.warm_up)
         for name, plan in plans.items():
-            ranks(remote.add, name, config | {"plan": plan.to_json()})
+            ranks.do(Trainings.add, name, config | {"plan": plan.to_json()})
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
         _take_turns(ranks, settings, effort)
         wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
-        plan, history, metrics, planning_seconds = ranks(remote.do, AUTO, Training.learned)[0]
+        plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
         for name in (AUTO, *plans):
             settings[name]["error"] = _error(ranks, name, effort)
+        parameters = ranks.do(Trainings.parameters)[0]
     settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
     return {
@@ -122,15 +122,15 @@ def _within_the_limit(ranks: Ranks, effort: Effort) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for spec in effort.settings:
         parsed = hook_spec(spec)
-        ranks(remote.add, spec, parsed.config)
+        ranks.do(Trainings.add, spec, parsed.config)
         error = 0.0
         if not is_lossless(parsed.create()):
-            ranks(remote.do, spec, Training.seconds, effort.error_after)
+            ranks.do(Trainings.do, spec, Training.seconds, effort.error_after)
             error = _error(ranks, spec, effort)
         found[spec] = {"error": error}
     beyond = [spec for spec, row in found.items() if row["error"] > found[REFERENCE]["error"]]
     for spec in beyond:
-        ranks(remote.drop, spec)
+        ranks.do(Trainings.drop, spec)
         del found[spec]
     return found
 
@@ -143,14 +143,14 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
     for name, row in settings.items():
         _slowest(ranks, name, effort.block_steps)
         row["blocks"] = []
-    sent = {name: ranks(remote.do, name, Training.sent)[0] for name in settings}
+    sent = {name: ranks.do(Trainings.do, name, Training.sent)[0] for name in settings}
     names = list(settings)
     for turn in range(effort.blocks):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             settings[name]["blocks"].append(_slowest(ranks, name, effort.block_steps))
     for name, row in settings.items():
-        now = ranks(remote.do, name, Training.sent)[0]
+        now = ranks.do(Trainings.do, name, Training.sent)[0]
         steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
         row["wire_bytes"] = nbytes / steps
 
@@ -158,13 +158,14 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
 def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     """Train, and return the seconds of each step on the slowest rank."""
     return [
-        max(each) for each in zip(*ranks(remote.do, name, Training.seconds, steps), strict=True)
+        max(each)
+        for each in zip(*ranks.do(Trainings.do, name, Training.seconds, steps), strict=True)
     ]
 
 
 def _error(ranks: Ranks, name: str, effort: Effort) -> float:
     """Train, and return the median error of a step's average."""
-    return statistics.median(ranks(remote.do, name, Training.errors, effort.error_steps)[0])
+    return statistics.median(ranks.do(Trainings.do, name, Training.errors, effort.error_steps)[0])
 
 
 def _shares(plan: Plan) -> dict[str, float]:
@@ -178,6 +179,5 @@ def _shares(plan: Plan) -> dict[str, float]:
 def _loads(ranks: Ranks) -> tuple[float, float, float]:
     """Return the time, and the CPU seconds so far of this machine and of these processes."""
     of_machine = psutil.cpu_times()
-    own = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *ranks(remote.pid))]
     busy = sum(of_machine) - of_machine.idle - of_machine.iowait
-    return os.times().elapsed, busy, sum(each.user + each.system for each in own)
+    return time.monotonic(), busy, time.process_time() + sum(ranks(cpu_seconds))

@@ -90,35 +90,32 @@ class Training:
         return gradient
 
 
-_models: list[tuple[Model, nn.Module]] = []
-"""At most one, and its module after its first steps."""
-_trainings: dict[str, Training] = {}
+class Trainings:
+    """The trainings of this rank, by the names of their settings."""
+
+    def __init__(self, rank: int, model: str) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
+        self._kind = MODELS[model]
+        self._module = self._kind.make()
+        self._trainings: dict[str, Training] = {}
+
+    def parameters(self) -> int:
+        """Return the number of parameters of the model."""
+        return sum(parameter.numel() for parameter in self._module.parameters())
+
+    def add(self, name: str, config: Mapping[str, Any]) -> None:
+        """Begin a training."""
+        self._trainings[name] = Training(self._kind, self._module, config)
+
+    def drop(self, name: str) -> None:
+        """Forget a training."""
+        del self._trainings[name]
+
+    def do(self, name: str, method: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Call a method of a training."""
+        return method(self._trainings[name], *arguments)
 
 
-def prepare(_rank: int, model: str) -> int:
-    """Forget all trainings. Return the number of parameters of ``model``."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
-    _trainings.clear()
-    module = MODELS[model].make()
-    _models[:] = [(MODELS[model], module)]
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def add(_rank: int, name: str, config: Mapping[str, Any]) -> None:
-    """Begin a training."""
-    _trainings[name] = Training(*_models[0], config)
-
-
-def drop(_rank: int, name: str) -> None:
-    """Forget a training."""
-    del _trainings[name]
-
-
-def do(_rank: int, name: str, method: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call a method of a training."""
-    return method(_trainings[name], *arguments)
-
-
-def pid(_rank: int) -> int:
-    """Return the process of this rank."""
-    return os.getpid()
+def cpu_seconds(_rank: int) -> float:
+    """Return the CPU seconds that this process has used."""
+    return time.process_time()
