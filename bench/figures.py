@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.fidelity.runs import Row
-from bench.plots import BELOW, Draw, label_points, plot
+from bench.plots import Draw, label_points, plot
 from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
@@ -23,7 +23,7 @@ LABELED = (
 
 def short(hook: str) -> str:
     """Return the name of a hook as plots and tables show it: with its rank, if it has one."""
-    name, _, options = hook.removeprefix("ours ").partition(":")
+    name, _, options = hook.partition(":")
     rank = re.match(r"rank=\d+", options)
     return f"{name}, {rank[0].replace('=', ' ')}" if rank else name
 
@@ -83,35 +83,21 @@ def fidelity(by_task: dict[str, list[Row]]) -> Draw:
 
 
 def slow_link(race: Race) -> Draw:
-    """Draw the loss against the training time.
-
-    Names are at the end of curves that reach plain averaging's loss, and at the start of others.
-    """
+    """Draw the loss against the training time; a dotted line is plain averaging's lowest loss."""
     styles = line_styles(race.courses)
 
     def fill(panels: list[Any]) -> None:
         (axes,) = panels
-        for hook, course in race.courses.items():
-            xs, ys = zip(*((p.seconds, p.validation_loss) for p in course.points), strict=True)
-            axes.plot(xs, ys, linewidth=1.8, **styles[hook])
-        goal = race.goal.validation_loss
-        axes.axhline(goal, color=GRAY, linewidth=0.8, linestyle=":")
+        for hook in dict.fromkeys((*race.arrivals, *race.courses)):
+            points = race.courses[hook].points
+            xs, ys = zip(*((p.seconds, p.validation_loss) for p in points), strict=True)
+            axes.plot(xs, ys, linewidth=1.8, label=short(hook), **styles[hook])
+        axes.axhline(race.goal.validation_loss, color=GRAY, linewidth=0.8, linestyle=":")
         axes.set(xscale="log", xlabel="training time", ylabel="validation loss, nats per byte")
         axes.set_xticks([5, 10, 60, 300, 900], ["5 s", "10 s", "1 min", "5 min", "15 min"])
         axes.minorticks_off()
         axes.grid(visible=True)
-        axes.set_xlim(3.2, 1800)
-        axes.set_ylim(1.6, 4.25)
-        axes.set_yticks([2.5, 3, 3.5, 4])
-        names: dict[bool, list[tuple[str, float, float, str]]] = {True: [], False: []}
-        for hook, course in race.courses.items():
-            arrives = hook in race.arrivals
-            point = course.points[-1 if arrives else 0]
-            color = styles[hook]["color"]
-            names[arrives].append((short(hook), point.seconds, point.validation_loss, color))
-        # Names below their points extend to the right.
-        label_points(axes, sorted(names[True], key=lambda name: -name[1]), BELOW)
-        label_points(axes, names[False])
+        axes.legend(title="in the order of arrival")
 
     return plot(4.2, 1, 1, fill)
 
@@ -128,7 +114,7 @@ def scaling(cells: Sequence[dict[str, Any]]) -> Draw:
                 mine.sort(key=lambda cell: cell["ranks"])
                 ranks = [cell["ranks"] for cell in mine]
                 color = color_of(short(hook).partition(",")[0])
-                measured = [cell["measured_seconds"] for cell in mine]
+                measured = [cell["step_seconds"] for cell in mine]
                 axes.plot(ranks, measured, "o-", color=color, markersize=4, label=short(hook))
                 predicted = [cell["predicted_seconds"] for cell in mine]
                 axes.plot(ranks, predicted, "--", color=color, linewidth=1, alpha=0.8)

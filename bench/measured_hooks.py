@@ -24,7 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import commhooks
 from commhooks import HookHandle
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
@@ -98,23 +97,16 @@ _powersgd = functools.partial(
 )
 _world = functools.partial(getattr, dist.group, "WORLD")
 TORCHS = {
-    entry.name: entry
-    for entry in (
-        TorchStyleHook("torch noop"),
-        TorchStyleHook("torch allreduce", None, default_hooks.allreduce_hook, 1.0),
-        TorchStyleHook("torch fp16", None, default_hooks.fp16_compress_hook, 0.5),
-        TorchStyleHook("torch bf16", None, default_hooks.bf16_compress_hook, 0.5),
-        TorchStyleHook("torch powersgd", None, powerSGD_hook.powerSGD_hook, 0.0, _powersgd),
-        TorchStyleHook(
-            "torch batched powersgd", None, powerSGD_hook.batched_powerSGD_hook, 0.0, _powersgd
-        ),
-        *(
-            TorchStyleHook(f"torch {function.__name__}", None, function, 0.25, _world)
-            for function in (
-                quantization_hooks.quantization_pertensor_hook,
-                quantization_hooks.quantization_perchannel_hook,
-            )
-        ),
+    f"torch {name}": TorchStyleHook(f"torch {name}", None, *how)
+    for name, *how in (
+        ("noop",),
+        ("allreduce", default_hooks.allreduce_hook, 1.0),
+        ("fp16", default_hooks.fp16_compress_hook, 0.5),
+        ("bf16", default_hooks.bf16_compress_hook, 0.5),
+        ("powersgd", powerSGD_hook.powerSGD_hook, 0.0, _powersgd),
+        ("batched powersgd", powerSGD_hook.batched_powerSGD_hook, 0.0, _powersgd),
+        ("per tensor", quantization_hooks.quantization_pertensor_hook, 0.25, _world),
+        ("per channel", quantization_hooks.quantization_perchannel_hook, 0.25, _world),
     )
 }
 """Torch's own hooks, by name."""
@@ -174,10 +166,3 @@ def entry_of(name: str) -> Entry:
 def name_of(spec: str) -> str:
     """Return the name of a hook, without its options."""
     return spec.partition(":")[0]
-
-
-own = {getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__}
-if missing := own - set(map(name_of, MEASURED_HOOKS)):
-    raise LookupError(
-        f"expected a line for every hook in bench/measured_hooks.py; missing: {sorted(missing)}"
-    )

@@ -60,29 +60,13 @@ def _comparison(document: Document) -> Iterator[str]:
     for link, rows_of_link in by_link.items():
         how = "measured" if all(row["measured"] for row in rows_of_link) else "predicted"
         yield f"### {link}, {how}"
-        yield table({name: row.get(name) for name in columns} for row in rows_of_link)
+        yield table({name: row.get(name) for name in columns} | _off(row) for row in rows_of_link)
 
 
-def _predictions(document: Document) -> Iterator[str]:
-    """Render steps beside their predictions, in the form that they had before comparisons."""
-    yield (
-        f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} MiB; "
-        "time of `loss.backward()`. {median error} is the median error, {worst error} the worst. "
-        "Cells that are not *undisturbed* were measured while other processes ran, or may have "
-        "been.".format(**summary.links(document["cells"]))
-    )
-    yield table(
-        {
-            "ranks": cell["ranks"],
-            "link": format_rate(cell["bits_per_second"]),
-            "hook": cell["hook"],
-            "measured_seconds": cell["measured_seconds"],
-            "predicted_seconds": cell["predicted_seconds"],
-            "error": f"{cell['predicted_seconds'] / cell['measured_seconds'] - 1:+.0%}",
-            "undisturbed": cell["is_undisturbed"],
-        }
-        for cell in document["cells"]
-    )
+def _off(row: Document) -> dict[str, str]:
+    """Return how far the prediction of a measured step is off."""
+    predicted = row["measured"] and row.get("predicted_seconds")
+    return {"predicted off by": f"{predicted / row['step_seconds'] - 1:+.0%}"} if predicted else {}
 
 
 def _slow_link(document: Document) -> Iterator[str]:
@@ -154,8 +138,7 @@ KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "pytest-benchmark": ({"benchmarks", "machine_info"}, _benchmarks),
     "bench.fidelity": ({"runs", "about"}, _trainings),
     "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
-    "predictions": ({"cells"}, _predictions),
-    "bench.auto": ({"points", "errors"}, _auto),
+    "bench.auto": ({"points"}, _auto),
     "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
     "make gpu-check": ({"stages", "machine"}, gpu_page.sections),

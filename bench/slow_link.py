@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import statistics
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from bench import files
+from bench.fidelity.tasks import Text, adamw
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
@@ -38,7 +40,6 @@ from commhooks.lab.comparison.remote import Side
 from commhooks.lab.machine import describe_machine
 from commhooks.lab.models import Workload
 from examples.gpt import GPT, GPTConfig
-from examples.stdlib_text import load_corpus, train_batch, validation_batches
 
 PLAIN = "allreduce"
 """The hook that all others are compared with."""
@@ -62,12 +63,11 @@ TRAINING = "bench.slow_link:train"
 STRIDE = 10  # steps between validations
 BARE_STEPS = 8
 
-LENGTH = 64  # bytes of a sequence
+SHAPE = GPTConfig(layers=6, heads=6, width=384, block_size=64)
 SEQUENCES = 2  # per rank and step: about 0.13 s of forward and backward on one core
-VALIDATION_SEQUENCES = 64  # of all ranks together
+VALIDATION_BATCHES = 8  # of all ranks together
 PEAK_RATE = 2.5e-4  # of this, 5e-4, 1e-3 and 2e-3 the best for plain averaging
 WARM_UP_STEPS = 20
-LARGEST_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -132,51 +132,38 @@ class Race:
 
 def make_gpt() -> GPT:
     """Create the GPT, with 10.8 million parameters."""
-    return GPT(GPTConfig(layers=6, heads=6, width=384, block_size=LENGTH))
+    return GPT(SHAPE)
 
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first batch."""
-    return train_batch(load_corpus().train, SEQUENCES, LENGTH, seed=0, step=0, rank=0)
+    return text().batch(seed=0, step=0, rank=0)
+
+
+def text() -> Text:
+    """Return the data, the same for all hooks."""
+    return Text(SHAPE, SEQUENCES, VALIDATION_BATCHES)
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
     """Train with the demo's AdamW, at a constant learning rate after a linear warm-up.
 
-    The loss after a step therefore does not depend on the number of steps planned. All hooks get
-    the same data.
+    The loss after a step therefore does not depend on the number of steps planned.
     """
-    corpus = load_corpus()
-    held_out = validation_batches(
-        corpus.validation,
-        VALIDATION_SEQUENCES // world_size,
-        LENGTH,
-        world_size,
-        rank=rank,
-        world_size=world_size,
-    )
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    data, recipe = text(), adamw(lr=PEAK_RATE, fused=True)
+    held_out = data.validation(rank, world_size)
+    module: nn.Module = getattr(model, "module", model)
+    (optimizer,) = recipe.optimizers(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)
     )
-    module: nn.Module = getattr(model, "module", model)
-
-    def validate() -> float:
-        return sum(module(*batch).item() for batch in held_out) / len(held_out)
-
-    step = 0
-    while True:
-        batch = train_batch(corpus.train, SEQUENCES, LENGTH, seed=0, step=step, rank=rank)
+    for step in itertools.count():
         optimizer.zero_grad()
-        model(*batch).backward()
-        nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
+        model(*data.batch(0, step, rank)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
         optimizer.step()
         schedule.step()
-        step += 1
-        yield validate
+        yield lambda: module(*held_out).item()
 
 
 def run(hook: str, ranks: Ranks, steps: int, goal: float) -> Course:

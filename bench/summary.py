@@ -86,7 +86,7 @@ def facts(results: Path) -> dict[str, str]:
         **found,
         "races": _of_all_races(races),
         "headline": _headline(races[HEADLINE], record),
-        **links(cells(results)),
+        **_links(cells(results)),
         **_kernels(newest(results, "*-kernels.json")["benchmarks"]),
         **_averaging(newest(results, "*-2-cores-averaging.json")["benchmarks"]),
         **_averaging(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
@@ -258,33 +258,23 @@ def _headline(race: Race, record: Record) -> str:
 
 
 def cells(results: Path) -> list[dict[str, Any]]:
-    """Return the newest steps over links, measured and predicted.
+    """Return the newest steps over links that are measured and predicted, with their ``ranks``.
 
-    They are those of all files of ``commhooks compare`` of the newest date whose names contain
-    "links", one per number of ranks. An older file has the cells themselves.
+    They are rows of all files of ``commhooks compare`` of the newest date whose names contain
+    "links", one per number of ranks.
     """
-    date = max(results.glob("*-links*.json")).name[:10]
-    documents = map(load, results.glob(f"{date}-*-links*.json"))
-    return [cell for document in documents for cell in document.get("cells") or _cells(document)]
-
-
-def _cells(comparison: Document) -> list[dict[str, Any]]:
+    date = max(results.glob("*-links-*.json")).name[:10]
     return [
-        {
-            "ranks": comparison["world_size"],
-            "hook": row["hook"],
-            "bits_per_second": row["bits_per_second"],
-            "measured_seconds": row["step_seconds"],
-            "predicted_seconds": row["predicted_seconds"],
-        }
-        for row in comparison["rows"]
+        row | {"ranks": document["world_size"]}
+        for document in map(load, sorted(results.glob(f"{date}-*-links-*.json")))
+        for row in document["rows"]
         if row["measured"] and row["predicted_seconds"] and row["hook"] not in ("bare", "torch")
     ]
 
 
-def links(found: Sequence[Document]) -> dict[str, str]:
+def _links(found: Sequence[Document]) -> dict[str, str]:
     """Return the number of cells, and how far predictions are off."""
-    errors = [abs(cell["predicted_seconds"] / cell["measured_seconds"] - 1) for cell in found]
+    errors = [abs(cell["predicted_seconds"] / cell["step_seconds"] - 1) for cell in found]
     return {
         "cells": str(len(found)),
         "median error": f"{100 * statistics.median(errors):.0f} %",

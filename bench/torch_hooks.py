@@ -73,20 +73,13 @@ def first_sentence(error: Exception) -> str:
     return text.rpartition("callback: ")[2].partition(". ")[0].strip(": ")
 
 
-def train(
-    rank: int, size: int, hooks: dict[str, Entry], steps: int
-) -> dict[str, tuple[list[float], float]]:
+def train(rank: int, size: int, hooks: list[Entry], steps: int) -> list[tuple[list[float], float]]:
     """Train all models in turn; return the seconds of each step and the last validation loss."""
     workload = Workload(slow_link.MODEL)
-    runs = {
-        name: TrainingRun(hook, workload, slow_link.TRAINING, rank) for name, hook in hooks.items()
-    }
-    steps_of_all = [[run.step() for run in runs.values()] for _ in range(steps)]
-    seconds = zip(*steps_of_all, strict=True)
-    return {
-        name: (list(times), run.validate().validation_loss)
-        for (name, run), times in zip(runs.items(), seconds, strict=True)
-    }
+    runs = [TrainingRun(hook, workload, slow_link.TRAINING, rank) for hook in hooks]
+    seconds = [[run.step() for run in runs] for _ in range(steps)]
+    losses = [run.validate().validation_loss for run in runs]
+    return [(list(of), loss) for of, loss in zip(zip(*seconds, strict=True), losses, strict=True)]
 
 
 def main() -> None:
@@ -99,28 +92,28 @@ def main() -> None:
         name: {count: outcomes(in_buckets(hook, mb)) for count, mb in BUCKET_MB.items()}
         for name, hook in THEIRS.items()
     }
-    working = {
-        count: [name for name, found in tried.items() if found[count].keys() == {"completed"}]
-        for count in BUCKET_MB
-    }
-    hooks: dict[str, Entry] = {name: THEIRS[name] for name in working["several"]}
-    in_one = set(working["one"]).difference(working["several"])
-    hooks |= {name: in_buckets(THEIRS[name], BUCKET_MB["one"]) for name in in_one}
-    hooks |= {name_of(spec): entry_of(spec) for spec in OURS}
+    hooks: dict[str, Entry] = {name_of(spec): entry_of(spec) for spec in OURS}
+    in_one = []
+    for name, found in tried.items():
+        if found["several"].keys() == {"completed"}:
+            hooks[name] = THEIRS[name]
+        elif found["one"].keys() == {"completed"}:
+            hooks[name] = in_buckets(THEIRS[name], BUCKET_MB["one"])
+            in_one.append(name)
     load = os.getloadavg()[0]
-    results = run_ranks(train, RANKS, hooks, arguments.steps, timeout=3600.0)
+    by_rank = run_ranks(train, RANKS, list(hooks.values()), arguments.steps, timeout=3600.0)
     close_ranks()
-    rows = [
-        {
-            "hook": name,
-            "buckets": "one" if name in in_one else "of 25 MiB",
-            "step_seconds": statistics.median(
-                map(max, zip(*(of_rank[name][0] for of_rank in results), strict=True))
-            ),
-            "validation_loss": results[0][name][1],
-        }
-        for name in hooks
-    ]
+    rows = []
+    for name, of_ranks in zip(hooks, zip(*by_rank, strict=True), strict=True):
+        seconds, losses = zip(*of_ranks, strict=True)
+        rows.append(
+            {
+                "hook": name,
+                "buckets": "one" if name in in_one else "of 25 MiB",
+                "step_seconds": statistics.median(map(max, zip(*seconds, strict=True))),
+                "validation_loss": losses[0],
+            }
+        )
     about = {"ranks": RANKS, "steps": arguments.steps, "load": [load, os.getloadavg()[0]]}
     document = {"about": about | describe_machine(), "rows": rows, "tried": tried}
     files.save(arguments.result, document)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import statistics
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.auto import remote
+import psutil
+
 from bench.auto.models import MODELS
-from bench.load import busy_seconds, own_seconds
+from bench.auto.remote import Training, Trainings, cpu_seconds
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link
@@ -24,10 +25,6 @@ from commhooks.planning import Plan
 AUTO = "auto"
 REFERENCE = "int4"
 """The uniform hook whose error is the limit."""
-ALWAYS = ("bf16", REFERENCE)
-_SLOW = 2.5
-"""Settings that take this many times as long as the fastest are timed in every fourth turn only."""
-
 Row = dict[str, Any]
 
 
@@ -35,8 +32,6 @@ Row = dict[str, Any]
 class Effort:
     """How much is measured."""
 
-    candidates: tuple[str, ...] = DEFAULT_CANDIDATES
-    """Of ``auto``."""
     settings: tuple[str, ...] = DEFAULT_CANDIDATES
     """The uniform settings that it is compared with."""
     warm_up: int = 120
@@ -81,59 +76,28 @@ POINTS = (
     Point("gpt", 1e8, 4),
     Point("gpt", 1e9, 4),
 )
-_FEW = ("allreduce", "bf16", "int4")
-QUICK = Effort(_FEW, _FEW, warm_up=12, blocks=2, error_steps=1, error_after=1)
+QUICK = Effort(("allreduce", "bf16", REFERENCE), warm_up=40, blocks=2, error_steps=1, error_after=1)
 """For a test: shows that it works, and nothing else."""
 
 
-def errors_of(model: str, size: int, specs: Sequence[str], effort: Effort) -> dict[str, float]:
-    """Return the error of each hook alone, as the median over steps.
-
-    Over loopback, because the link does not change it.
-    """
-    found = dict.fromkeys(specs, 0.0)
-    with Ranks(size) as ranks:
-        ranks(remote.prepare, model)
-        for spec in specs:
-            parsed = hook_spec(spec)
-            if not is_lossless(parsed.create()):
-                ranks(remote.add, spec, parsed.config, True)
-                ranks(remote.seconds, spec, effort.error_after)
-                found[spec] = _error(ranks, spec, effort)
-                ranks(remote.drop, spec)
-    return found
-
-
-def measure(
-    point: Point, errors: Mapping[str, float], effort: Effort, plans: Mapping[str, Plan]
-) -> Row:
-    """Measure a point.
-
-    ``errors``: of the uniform settings; those beyond the limit are left out. ``plans``: others to
-    compare with.
-    """
-    config: dict[str, Any] = {"name": "auto", "exact": list(MODELS[point.model].exact)}
-    own = dict(config)
-    if effort.candidates != DEFAULT_CANDIDATES:
-        own["candidates"] = [spec for spec in effort.candidates if spec != "allreduce"]
+def measure(point: Point, effort: Effort, plans: Mapping[str, Plan]) -> Row:
+    """Measure a point. ``plans``: others to compare with, by name."""
+    config: dict[str, Any] = {"name": AUTO, "exact": list(MODELS[point.model].exact)}
     with point.link() as link, Ranks(point.ranks, link) as ranks:
-        parameters = ranks(remote.prepare, point.model)[0]
+        ranks.make(Trainings, point.model)
+        settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, effort)
         before = _loads(ranks)
-        ranks(remote.add, AUTO, own, True)
+        ranks.do(Trainings.add, AUTO, config)
         warm_up = _slowest(ranks, AUTO, effort.warm_up)
-        settings: dict[str, Row] = {AUTO: {}}
-        for spec in effort.settings:
-            if errors[spec] <= errors[REFERENCE]:
-                ranks(remote.add, spec, hook_spec(spec).config, False)
-                settings[spec] = {"error": errors[spec]}
         for name, plan in plans.items():
-            ranks(remote.add, name, config | {"plan": plan.to_json()}, True)
+            ranks.do(Trainings.add, name, config | {"plan": plan.to_json()})
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
         _take_turns(ranks, settings, effort)
         wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
-        plan, history, metrics, planning_seconds = ranks(remote.learned, AUTO)[0]
+        plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
         for name in (AUTO, *plans):
             settings[name]["error"] = _error(ranks, name, effort)
+        parameters = ranks.do(Trainings.parameters)[0]
     settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
     return {
@@ -153,38 +117,55 @@ def measure(
     }
 
 
+def _within_the_limit(ranks: Ranks, effort: Effort) -> dict[str, Row]:
+    """Begin to train with each uniform setting; return those whose errors are within the limit."""
+    found: dict[str, Row] = {}
+    for spec in effort.settings:
+        parsed = hook_spec(spec)
+        ranks.do(Trainings.add, spec, parsed.config)
+        error = 0.0
+        if not is_lossless(parsed.create()):
+            ranks.do(Trainings.do, spec, Training.seconds, effort.error_after)
+            error = _error(ranks, spec, effort)
+        found[spec] = {"error": error}
+    beyond = [spec for spec, row in found.items() if row["error"] > found[REFERENCE]["error"]]
+    for spec in beyond:
+        ranks.do(Trainings.drop, spec)
+        del found[spec]
+    return found
+
+
 def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
     """Time all settings, block by block. The first block of each is not counted.
 
-    Each gets ``blocks``: for each turn the seconds of its steps, or None if it was left out.
+    Each gets ``blocks``: for each turn the seconds of its steps.
     """
-    warm = {name: sum(_slowest(ranks, name, effort.block_steps)) for name in settings}
-    sent = {name: ranks(remote.sent, name)[0] for name in settings}
-    slow = {name for name, each in warm.items() if each > _SLOW * min(warm.values())}
-    slow -= {AUTO, *ALWAYS}
-    names = list(settings)
-    for row in settings.values():
+    for name, row in settings.items():
+        _slowest(ranks, name, effort.block_steps)
         row["blocks"] = []
+    sent = {name: ranks.do(Trainings.do, name, Training.sent)[0] for name in settings}
+    names = list(settings)
     for turn in range(effort.blocks):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            is_left_out = name in slow and turn % 4
-            block = None if is_left_out else _slowest(ranks, name, effort.block_steps)
-            settings[name]["blocks"].append(block)
+            settings[name]["blocks"].append(_slowest(ranks, name, effort.block_steps))
     for name, row in settings.items():
-        now = ranks(remote.sent, name)[0]
+        now = ranks.do(Trainings.do, name, Training.sent)[0]
         steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
         row["wire_bytes"] = nbytes / steps
 
 
 def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     """Train, and return the seconds of each step on the slowest rank."""
-    return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
+    return [
+        max(each)
+        for each in zip(*ranks.do(Trainings.do, name, Training.seconds, steps), strict=True)
+    ]
 
 
 def _error(ranks: Ranks, name: str, effort: Effort) -> float:
     """Train, and return the median error of a step's average."""
-    return statistics.median(ranks(remote.errors, name, effort.error_steps)[0])
+    return statistics.median(ranks.do(Trainings.do, name, Training.errors, effort.error_steps)[0])
 
 
 def _shares(plan: Plan) -> dict[str, float]:
@@ -197,4 +178,6 @@ def _shares(plan: Plan) -> dict[str, float]:
 
 def _loads(ranks: Ranks) -> tuple[float, float, float]:
     """Return the time, and the CPU seconds so far of this machine and of these processes."""
-    return os.times().elapsed, busy_seconds(), own_seconds([os.getpid(), *ranks(remote.pid)])
+    of_machine = psutil.cpu_times()
+    busy = sum(of_machine) - of_machine.idle - of_machine.iowait
+    return time.monotonic(), busy, time.process_time() + sum(ranks(cpu_seconds))

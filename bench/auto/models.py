@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.slow_link import LENGTH, make_gpt
+from bench import slow_link
+from bench.fidelity.tasks import Batch, Text
 from commhooks.lab.networks import LSTMLanguageModel, ResNet50
-from examples.gpt import GPT, GPTConfig
-from examples.stdlib_text import load_corpus, train_batch
+from examples.gpt import GPTConfig
+from examples.stdlib_text import load_corpus
 
-Batch = tuple[Tensor, Tensor]
 _NO_RANK = 999
 """Whose data is for the first steps."""
 
@@ -37,9 +37,9 @@ class Model:
     """Of a step and a rank."""
     rate: float
     """Of SGD."""
+    steps_before: int
     exact: tuple[str, ...] = ("@1d", "@embedding")
     """The option of ``auto``."""
-    steps_before: int = 100
 
     def make(self) -> nn.Module:
         """Return the model after its first steps, the same one in each process."""
@@ -51,11 +51,6 @@ class Model:
             module(*self.batch(step, _NO_RANK)).backward()
             optimizer.step()
         return module
-
-
-def _text(length: int, step: int, rank: int) -> Batch:
-    """Return one sequence of bytes of the standard library."""
-    return train_batch(_corpus(), 1, length, seed=0, step=step, rank=rank)
 
 
 def _words(step: int, rank: int) -> Batch:
@@ -74,13 +69,8 @@ def _images(step: int, rank: int) -> Batch:
 
 
 @functools.cache
-def _corpus() -> Tensor:
-    return load_corpus().train
-
-
-@functools.cache
 def _hashes() -> Tensor:
-    words = re.findall(rb"\w+|[^\w\s]", _corpus()[:2_000_000].numpy().tobytes())
+    words = re.findall(rb"\w+|[^\w\s]", load_corpus().train[:2_000_000].numpy().tobytes())
     return torch.tensor([zlib.crc32(word) % 28869 for word in words])
 
 
@@ -90,14 +80,16 @@ def _patterns() -> Tensor:
     return coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
 
 
-def _tiny_gpt() -> GPT:
-    return GPT(GPTConfig(layers=1, heads=2, width=32, block_size=16))
+def _gpt(shape: GPTConfig, steps_before: int) -> Model:
+    """Return a GPT that trains on one sequence of bytes of the standard library."""
+    data = Text(shape, sequences=1, validation_batches=1)
+    return Model(data.model, functools.partial(data.batch, 0), 0.02, steps_before)
 
 
 MODELS = {
-    "gpt": Model(make_gpt, functools.partial(_text, LENGTH), 0.02),
+    "gpt": _gpt(slow_link.SHAPE, 100),
     # Its embedding is two thirds of the model and also the output, so its gradient is dense.
-    "lstm": Model(LSTMLanguageModel, _words, 0.1, exact=("@1d",), steps_before=50),
-    "resnet": Model(ResNet50, _images, 0.002, steps_before=50),
-    "tiny": Model(_tiny_gpt, functools.partial(_text, 16), 0.02, steps_before=1),
+    "lstm": Model(LSTMLanguageModel, _words, 0.1, 50, exact=("@1d",)),
+    "resnet": Model(ResNet50, _images, 0.002, 50),
+    "tiny": _gpt(GPTConfig(layers=1, heads=2, width=32, block_size=16), 1),
 }

@@ -110,25 +110,25 @@ def _corpus() -> Corpus:
 class Text:
     """The demo's byte-level GPT, on Python's standard library.
 
-    ``sequences``: per rank and step. ``validation_batches``: of 32 sequences.
+    ``sequences``: per rank and step. ``validation_batches``: of 8 sequences, one or more per rank.
     """
 
     shape: GPTConfig
     sequences: int
     validation_batches: int
-    corpus: Corpus = field(default_factory=_corpus)
+    corpus: Callable[[], Corpus] = _corpus
 
     def model(self) -> nn.Module:
         return GPT(self.shape)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        text, length = self.corpus.train, self.shape.block_size
+        text, length = self.corpus().train, self.shape.block_size
         return train_batch(text, self.sequences, length, seed=seed, step=step, rank=rank)
 
     def validation(self, rank: int, size: int) -> Batch:
-        text, length = self.corpus.validation, self.shape.block_size
+        text, length = self.corpus().validation, self.shape.block_size
         batches = validation_batches(
-            text, 32, length, self.validation_batches, rank=rank, world_size=size
+            text, 8, length, self.validation_batches, rank=rank, world_size=size
         )
         inputs, targets = zip(*batches, strict=True)
         return torch.cat(inputs), torch.cat(targets)
@@ -154,13 +154,14 @@ def _sgd(**options: float) -> Recipe:
     return Recipe(torch.optim.SGD, options)
 
 
-def _adamw(lr: float) -> Recipe:
-    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return Recipe(torch.optim.AdamW, options, max_norm=1.0)
+def adamw(**options: Any) -> Recipe:
+    """Return the demo's recipe."""
+    usual = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    return Recipe(torch.optim.AdamW, usual | options, max_norm=1.0)
 
 
 _FOR_TEXT = {
-    "AdamW": _adamw(lr=6e-3),
+    "AdamW": adamw(lr=6e-3),
     "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
     "SGD without momentum": _sgd(lr=0.1),
     "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
@@ -187,7 +188,7 @@ TASKS = {
         350,
         "AdamW",
         _FOR_TEXT,
-        functools.partial(Text, shape=_SMALL, sequences=8, validation_batches=16),
+        functools.partial(Text, shape=_SMALL, sequences=8, validation_batches=64),
     ),
     "gpt": Task(
         "a GPT of 1.03 million parameters, 1,000 steps of AdamW",
@@ -195,12 +196,12 @@ TASKS = {
         "AdamW",
         {
             **_FOR_TEXT,
-            "AdamW": _adamw(lr=4e-3),
-            "Muon": replace(_adamw(lr=4e-3), for_matrices=_MUON),
+            "AdamW": adamw(lr=4e-3),
+            "Muon": replace(adamw(lr=4e-3), for_matrices=_MUON),
             # The numbers of the result of demo with signs are -1, 0 and 1: there is no clipping.
             "SGD for signs": _sgd(lr=2e-3, weight_decay=0.1),
         },
-        functools.partial(Text, shape=_LARGE, sequences=4, validation_batches=32),
+        functools.partial(Text, shape=_LARGE, sequences=4, validation_batches=128),
     ),
 }
 """The tasks that all hooks are trained on, and whose figures are published."""
@@ -215,7 +216,7 @@ def _in_many_steps(name: str, usual: str) -> Task:
         summary=f"{task.summary.partition(',')[0]}, 8,000 steps of AdamW",
         steps=8000,
         usual=usual,
-        recipes={f"AdamW, rate {lr}": _adamw(lr) for lr in rates},
+        recipes={f"AdamW, rate {lr}": adamw(lr=lr) for lr in rates},
         make_data=functools.partial(task.make_data, sequences=2),
     )
 

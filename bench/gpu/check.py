@@ -21,7 +21,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.machine import NEEDED, count_workers, describe, find_sanitizer, missing
+from bench.gpu.machine import (
+    NEEDED,
+    SANITIZER,
+    count_workers,
+    describe,
+    find_sanitizer,
+    missing,
+)
 from bench.gpu.stages import Stage, StageResult, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +69,7 @@ def stages() -> list[Stage]:
     watched = (*own, ("TORCH_CUDA_SANITIZER", "1"))
     # Each tensor has its own allocation, so that memcheck knows where it ends.
     apart = (*own, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
-    sanitizer = (find_sanitizer() or "compute-sanitizer", "--error-exitcode", "9", "--tool")
+    sanitizer = (find_sanitizer() or SANITIZER, "--error-exitcode", "9", "--tool")
     return [
         Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200),
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
@@ -82,7 +89,7 @@ def stages() -> list[Stage]:
         Stage("streams", (*tests, ONE_RANK), 90, watched, kernels, may_time_out=not workers),
         *(
             Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds, apart,
-                  (*kernels, "compute-sanitizer"), may_time_out=True)
+                  (*kernels, SANITIZER), may_time_out=True)
             for tool, seconds in (("memcheck", 90), ("racecheck", 150))
         ),
     ]  # fmt: skip

@@ -6,12 +6,14 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+SANITIZER = "compute-sanitizer"
 NEEDED = ("torch>=2.11", "numpy>=1.26", "pytest>=8", "setuptools>=77")
 REPORTED = ("torch", "numpy", "cupy", "pytest", "pytest-benchmark", "pytest-xdist", "setuptools",
             "ninja")  # fmt: skip
@@ -23,20 +25,16 @@ def missing(requirements: Iterable[str]) -> list[str]:
     return [reason for requirement in requirements if (reason := _problem(requirement))]
 
 
-def _problem(requirement: str) -> str | None:
-    name, _, least = requirement.partition(">=")
-    if name == "compute-sanitizer":
-        return None if find_sanitizer() else f"no {name}"
-    version = _version(name)
+def _problem(text: str) -> str | None:
+    if text == SANITIZER:
+        return None if find_sanitizer() else f"no {text}"
+    needed = Requirement(text)
+    version = _version(needed.name)
     if version is None:
-        return f"no {_distributions(name)[0]}"
-    if least and _numbers(version) < _numbers(least):
-        return f"{name} {version} is older than {least}"
+        return f"no {_distributions(needed.name)[0]}"
+    if not needed.specifier.contains(version, prereleases=True):
+        return f"{needed.name} {version}, expected {needed.specifier}"
     return None
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def count_workers() -> int:
@@ -52,10 +50,10 @@ def count_workers() -> int:
 
 def find_sanitizer() -> str | None:
     """Find compute-sanitizer, also beside an nvcc that is not on the PATH."""
-    if found := shutil.which("compute-sanitizer"):
+    if found := shutil.which(SANITIZER):
         return found
     home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    path = home / "bin" / "compute-sanitizer"
+    path = home / "bin" / SANITIZER
     return str(path) if path.exists() else None
 
 

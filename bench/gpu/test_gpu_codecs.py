@@ -1,4 +1,4 @@
-"""Encoding and decoding of 256 MB: the benchmarks of CPUs, with gradients on the device."""
+"""Codecs and the selection of top-k on 256 MB: the benchmarks of CPUs, on the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.test_kernels import test_decode, test_encode
+from bench.test_kernels import test_decode, test_encode, test_selection
 
-__all__ = ["gradients", "test_decode", "test_encode"]
+__all__ = ["gradients", "test_decode", "test_encode", "test_selection"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import commhooks
 from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
 from bench.test_host_time import SUBJECTS, measure, runner_and_bucket
-from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.lab.networks import GPT2Small
 from reducer import DistributedDataParallel
 
@@ -85,18 +84,6 @@ def test_powersgd(benchmark: Any) -> None:
     benchmark.extra_info["added_to_torch_added"] = (added["ours"] - added["bare"]) / (
         added["torch"] - added["bare"]
     )
-
-
-@pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
-def test_selection(benchmark: Any) -> None:
-    """Select the largest elements: the work before anything is sent."""
-    values = torch.randn(1 << 26, device="cuda")
-    count = values.numel() // 100
-    indices = select_largest(values, None, count)
-    magnitudes = values.abs()
-    smallest = magnitudes[indices.long()].min()
-    assert (magnitudes > smallest).sum() < count <= (magnitudes >= smallest).sum()
-    against_copy(benchmark, lambda: select_largest(values, None, count), values.nbytes, values)
 
 
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench import torch_hooks
+from bench.measured_hooks import MEASURED_HOOKS, name_of
+from commhooks import algorithms
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(
@@ -19,6 +21,11 @@ MODULES = sorted(
 def test_it_imports(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     importlib.import_module(module)
+
+
+def test_every_hook_is_measured() -> None:
+    own = {getattr(algorithms, kind).name for kind in algorithms.__all__}
+    assert own <= set(map(name_of, MEASURED_HOOKS))
 
 
 def test_trials_of_torchs_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

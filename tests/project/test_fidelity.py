@@ -116,7 +116,7 @@ def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
 
 def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
     task = TASKS["gpt"]
-    model = task.make_data(corpus=None).model()
+    model = task.make_data().model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_032_576
     for recipe in task.recipes.values():
         groups = [g for o in recipe.optimizers(model) for g in o.param_groups]
@@ -129,7 +129,7 @@ def train_briefly(rank: int, size: int) -> list[TrainingResult]:
     shape = GPTConfig(layers=1, width=64, heads=2, block_size=8)
     corpus = load_corpus(Path(email.__file__).parent)
     task = TASKS["gpt"]
-    small = functools.partial(task.make_data, shape=shape, corpus=corpus)
+    small = functools.partial(task.make_data, shape=shape, corpus=lambda: corpus)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_TASKS, "gpt", replace(task, steps=4, make_data=small))
         delayed = TrainedHook("diloco", {"period": 2, "delay": 2, "inner": "int2"}, "Muon")

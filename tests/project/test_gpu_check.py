@@ -181,7 +181,7 @@ def test_what_is_missing_or_too_old_is_named() -> None:
     assert machine.missing(["no-such-package", "torch"]) == ["no no-such-package"]
     assert machine.missing(["torch>=2.11", "setuptools>=65.5"]) == []
     found = metadata.version("torch")
-    assert machine.missing(["torch>=2.99"]) == [f"torch {found} is older than 2.99"]
+    assert machine.missing(["torch>=2.99"]) == [f"torch {found}, expected >=2.99"]
 
 
 def test_a_cupy_for_another_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,12 @@ def test_each_result_is_of_one_kind() -> None:
 
 def test_a_comparison(tmp_path: Path) -> None:
     row = {"hook": "bf16", "link": "1gbit", "measured": True, "step_seconds": 0.5, "to_torch": 0.6}
+    row["predicted_seconds"] = 0.45
     document = {"model": "gpt2-small", "world_size": 2, "notes": ["a note"], "rows": [row]}
     (tmp_path / "2026-01-01-gpt2-small.json").write_text(json.dumps(document))
     made = page.make_tables(tmp_path)
     assert "## Gpt2 small (2026-01-01)\n\ngpt2-small, 2 ranks.\n\n- a note\n" in made
-    assert re.search(r"\| bf16 +\| 500 ms +\| 0.6 ", made)
+    assert re.search(r"\| bf16 +\| 500 ms +\| 0.6 +\| 450 ms +\| -10% ", made)
 
 
 def test_steps_over_links_are_those_of_comparisons_of_the_newest_date(tmp_path: Path) -> None:
@@ -64,10 +65,10 @@ def test_steps_over_links_are_those_of_comparisons_of_the_newest_date(tmp_path: 
         document = {"model": "a", "world_size": size, "rows": [row, *others]}
         path = tmp_path / f"2026-01-02-a-machine-links-{size}-ranks.json"
         path.write_text(json.dumps(document))
-    (tmp_path / "2026-01-01-a-machine-links.json").write_text(json.dumps({"cells": [{}]}))
+    (tmp_path / "2026-01-01-a-machine-links-3-ranks.json").write_text(json.dumps({"rows": [{}]}))
     found = summary.cells(tmp_path)
     assert sorted(cell["ranks"] for cell in found) == [2, 4]
-    assert {(cell["measured_seconds"], cell["predicted_seconds"]) for cell in found} == {(0.5, 0.4)}
+    assert {(cell["step_seconds"], cell["predicted_seconds"]) for cell in found} == {(0.5, 0.4)}
 
 
 def test_training_over_a_slow_link(tmp_path: Path) -> None:
@@ -105,8 +106,8 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     """With text as text, on a transparent background."""
     pytest.importorskip("matplotlib")
     cells = [
-        {"hook": f"ours {hook}", "ranks": ranks, "bits_per_second": 1e9}
-        | {"measured_seconds": 0.3 * ranks, "predicted_seconds": 0.25 * ranks}
+        {"hook": hook, "ranks": ranks, "bits_per_second": 1e9}
+        | {"step_seconds": 0.3 * ranks, "predicted_seconds": 0.25 * ranks}
         for hook in ("bf16", "int8:block_size=64")
         for ranks in (2, 4)
     ]
