@@ -102,14 +102,13 @@ def main() -> None:
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean losses of each setting, and the changes against torch by seed."""
     plain = {run["seed"]: run for run in runs if not run["reduce_scatter"] + run["all_gather"]}
     rows = []
-    for reduces, gathers in SETTINGS:
-        own = [
-            run for run in runs if (run["reduce_scatter"], run["all_gather"]) == (reduces, gathers)
-        ]
-        row: dict[str, Any] = {"reduce-scatter": reduces, "all-gather": gathers}
-        for name in ("loss", "loss_of_exact_parameters"):
+    for setting in SETTINGS:
+        own = [run for run in runs if (run["reduce_scatter"], run["all_gather"]) == setting]
+        row: dict[str, Any] = dict(zip(("reduce-scatter", "all-gather"), setting, strict=True))
+        for name in ("loss", "loss_of_exact_parameters") if own else ():
             changes = [run[name] / plain[run["seed"]][name] - 1 for run in own]
             row[name] = statistics.fmean(run[name] for run in own)
             row[f"change of {name}"] = ", ".join(f"{change:+.2%}" for change in changes)
