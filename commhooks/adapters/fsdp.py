@@ -189,7 +189,7 @@ class FSDPAdapter(Adapter):
         if self._runner is None:
             names = set(shards) if unit.is_filled else own
             self._follow_step(unit, names)
-            self._run(None, self._part(unit, flat, shards, names), operation)
+            self._average(self._part(unit, flat, shards, names), operation)
             return
         try:
             self._reduce_by_hook(self._runner, unit, own, flat, shards, operation)
@@ -216,7 +216,7 @@ class FSDPAdapter(Adapter):
         if new := names - again:
             self._run(runner, self._part(unit, flat, shards, new), operation)
         if again:
-            self._run(None, self._part(unit, flat, shards, again), operation)
+            self._average(self._part(unit, flat, shards, again), operation)
 
     def _with_gradient(self, unit: Unit, names: list[str], own: set[str]) -> set[str]:
         """Return which parameters have a gradient on some rank."""
@@ -266,27 +266,34 @@ class FSDPAdapter(Adapter):
         )
         return BucketPart(whole, [i for i, name in enumerate(shards) if name in names])
 
-    def _run(self, runner: Runner | None, part: BucketPart, operation: Any) -> None:
-        """Average or sum ``part`` by the hook, or exactly without a runner."""
-        start_ns = time.monotonic_ns()
+    def _next_bucket(self, part: BucketPart) -> GradBucket:
         bucket = part.whole if part.is_whole else part.bucket(self._buckets, is_last=False)
         self._buckets += 1
         self._launched += 1
-        if runner is None:
-            average = bucket.buffer()
-            with collective(self.group, f"the average between replicas at step {self._step}"):
-                dist.all_reduce(average, operation, group=self.group)
-            sent = all_reduce_bytes(average.nbytes, self.group.size())
-            times = start_ns, time.monotonic_ns()
-            self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
-        else:
-            average = runner(bucket).wait().view(-1)
-            if operation == dist.ReduceOp.SUM:
-                average = average * self.group.size()
+        return bucket
+
+    def _run(self, runner: Runner, part: BucketPart, operation: Any) -> None:
+        """Run the hook on ``part``."""
+        start_ns = time.monotonic_ns()
+        bucket = self._next_bucket(part)
+        average = runner(bucket).wait().view(-1)
+        if operation == dist.ReduceOp.SUM:
+            average = average * self.group.size()
         if average.data_ptr() != part.whole.buffer().data_ptr():
             part.store(average, part.whole.buffer())
-        name = AllReduce.name if runner is None else runner.name
-        self._add_span("hook", bucket.index(), start_ns, bucket, name)
+        self._add_span("hook", bucket.index(), start_ns, bucket, runner.name)
+
+    def _average(self, part: BucketPart, operation: Any) -> None:
+        """Average or sum ``part`` exactly."""
+        start_ns = time.monotonic_ns()
+        bucket = self._next_bucket(part)
+        with collective(self.group, f"the average between replicas at step {self._step}"):
+            dist.all_reduce(bucket.buffer(), operation, group=self.group)
+        part.store(bucket.buffer(), part.whole.buffer())
+        sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
+        times = start_ns, time.monotonic_ns()
+        self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
+        self._add_span("hook", bucket.index(), start_ns, bucket, AllReduce.name)
 
     def _end_backward(self, *, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
