@@ -22,7 +22,7 @@ from commhooks.adapters.fsdp_units import (
 )
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact import AllReduce
-from commhooks.comm.agreement import check_agreement, values_of_ranks
+from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
@@ -31,6 +31,7 @@ from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
+from reducer.agreement import values_of_ranks
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 

@@ -12,11 +12,11 @@ from commhooks.adapters.dispatch import inner_module
 from commhooks.adapters.handle import HookHandle, keep
 from commhooks.adapters.sparse_gradients import SparseGradients
 from commhooks.adapters.torch_ddp import TorchAdapter
-from commhooks.comm.agreement import values_of_ranks
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
 from reducer import GradBucket
+from reducer.agreement import values_of_ranks
 
 _DETACHED = "an unpickled CommHookState has no module; call attach(module) before training"
 

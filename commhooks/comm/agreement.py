@@ -7,9 +7,6 @@ import torch.distributed as dist
 
 from commhooks.errors import CommHookMismatchError
 from reducer import agreement
-from reducer.agreement import values_of_ranks
-
-__all__ = ["check_agreement", "values_of_ranks"]
 
 
 def check_agreement(group: dist.ProcessGroup, device: torch.device, what: str, value: str) -> int:

@@ -5,16 +5,15 @@ from typing import cast
 
 from torch import Tensor
 
-from commhooks.comm.communicator import PendingCollective
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
-from commhooks.runtime.executor import Executor, Watch
+from commhooks.runtime.executor import Executor, Owner, Watch
 
 
-class ExchangeScheduler:
-    """Runs exchanges in the order in which they begin.
+class ExchangeScheduler(Owner):
+    """Runs exchanges in the order in which they begin. They have no vote.
 
     Args:
         rank, groups, watch: See :class:`Executor`.
@@ -63,14 +62,6 @@ class ExchangeScheduler:
         self._groups.abandon()
         self._failure = None
         self._tell_idle()
-
-    def needs_all_peers(self) -> bool:
-        """Exchanges have no vote."""
-        return True
-
-    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:  # noqa: ARG002
-        """Issue everything."""
-        return True
 
     def take(self, execution: HookExecution, exchange: Exchange) -> bool:  # noqa: ARG002
         """Fail: exchanges end in any order."""

@@ -1,8 +1,8 @@
 """Runs executions side by side on one thread, and issues their collectives in turn."""
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
@@ -19,25 +19,30 @@ Watch = Callable[[Work, Callable[[], None], int], None]
 executor's thread when the work has completed, with or without an error."""
 
 
-class Owner(Protocol):
+class Owner(ABC):
     """What an executor asks its owner, a scheduler, which decides what results and errors mean."""
 
+    @abstractmethod
     def fail(self, error: CommHookError) -> None:
         """Fail what is unfinished on all ranks, here by :meth:`Executor.fail_all`."""
 
     def needs_all_peers(self) -> bool:
         """Return whether pending collectives fail on all ranks if a peer has gone."""
+        return True
 
-    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:
+    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:  # noqa: ARG002
         """Return whether to issue a collective; otherwise the execution continues without it."""
+        return True
 
+    @abstractmethod
     def take(self, execution: HookExecution, exchange: Exchange) -> bool:
         """Return whether an exchange that an execution awaits has a result, or fail."""
 
+    @abstractmethod
     def finish(self, execution: HookExecution, result: Tensor) -> None:
         """Set the result of an execution."""
 
-    def drop(self, execution: HookExecution) -> None:
+    def drop(self, execution: HookExecution) -> None:  # noqa: B027
         """Note that the error of an execution has been set."""
 
 

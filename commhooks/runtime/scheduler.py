@@ -35,7 +35,7 @@ from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
-from commhooks.runtime.executor import Executor, Watch
+from commhooks.runtime.executor import Executor, Owner, Watch
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 
@@ -122,7 +122,7 @@ class Exchanges(Protocol):
         """Wait until those that were dropped have ended, and no longer change the hook's state."""
 
 
-class HookScheduler:
+class HookScheduler(Owner):
     """Runs the executions of step after step.
 
     Args:
@@ -230,9 +230,6 @@ class HookScheduler:
             self._state.finish()
             self._begin_exchanges()
         execution.future.set_result(result)
-
-    def drop(self, execution: HookExecution) -> None:
-        """Do nothing: the future has the error."""
 
     def _begin_step(self) -> None:
         self._has_voted = False

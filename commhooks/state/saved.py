@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from commhooks.comm.agreement import values_of_ranks
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.entries import count, merge, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of
 from commhooks.state.spread import Key, Spread
+from reducer.agreement import values_of_ranks
 
 VERSION = 2
 _TYPES = {"version": int, "hook": str, "step": int, "state": Mapping, "tensors": Mapping}

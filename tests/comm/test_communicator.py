@@ -132,6 +132,21 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
             make()
 
 
+async def average(comm: commhooks.Communicator) -> Tensor:
+    return await comm.all_reduce(torch.ones(2))
+
+
+def test_an_exchange_has_the_ranks_of_its_communicator_and_the_groups_beside_it(
+    comm: commhooks.Communicator,
+) -> None:
+    exchange = comm.among([0], parallel=4).begin(average)
+    assert comm.begun == [exchange]
+    coroutine = exchange.run()
+    pending = coroutine.send(None)
+    coroutine.close()
+    assert (pending.operation, pending.members, pending.parallel) == ("all_reduce", (), 4)
+
+
 def test_a_missing_await_warns(comm: commhooks.Communicator) -> None:
     with pytest.warns(RuntimeWarning, match=r"called comm\.all_reduce\(\) without `await`"):
         comm.all_reduce(torch.ones(2))
