@@ -86,7 +86,7 @@ def test_a_refused_launch_is_a_hook_error(monkeypatch):
     monkeypatch.setattr(loader, "_function", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     with pytest.raises(CommHookError, match=r"cuda:1 refused to launch .*INVALID_VALUE"):
-        loader.CudaBackend().launch(SUMS, "f", (1, 1, 1), (99999, 1, 1), 0, 0, 0, 1)
+        loader.CudaBackend().launch(SUMS, "f", (1, 1, 1), 99999, 0, 0, 1)
     assert chosen == [1, 0]
 
 

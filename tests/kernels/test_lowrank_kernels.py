@@ -361,7 +361,9 @@ def test_vectors_of_zeros_are_not_kept(side, is_emulated):
 def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, shapes, count, dtype):
     """Three for the bases, if there are tall factors."""
     launched = []
-    monkeypatch.setattr("commhooks.kernels.lowrank.launch", lambda *a, **_: launched.append(a[1]))
+    monkeypatch.setattr(
+        "commhooks.algorithms.lowrank.matrix_kernels.launch", lambda *a, **_: launched.append(a[1])
+    )
     with emulated():
         bucket = Bucket(shapes, dtype)
         compressor = bucket.compressor()

@@ -15,7 +15,7 @@ all batches are one flat tensor, and so is what is sent:
       (k, n, r) or (k, r, m)                          only in the first half step
 
 On a GPU with CuPy each method of :class:`Compressor` is one launch for all batches, see
-kernels/lowrank.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions
+matrix_kernels.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions
 with one pass over the memory each, everything else through torch's products. Nothing here
 synchronizes a device.
 """
@@ -31,12 +31,12 @@ from torch import Tensor
 
 from commhooks import native
 from commhooks.algorithms.bucket_memory import adopt
+from commhooks.algorithms.lowrank.matrix_kernels import MAX_RANK, Matrix, MatrixKernels
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, select
 from commhooks.errors import CommHookError
 from commhooks.hook.base import TensorState
 from commhooks.kernels import backend_of, require
-from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
 from commhooks.precision import at_least_float32
 
 # A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use

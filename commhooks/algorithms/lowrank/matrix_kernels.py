@@ -1,6 +1,6 @@
-"""Launches of lowrank.cu: low-rank compression of all matrices of a bucket. Nothing synchronizes.
+"""Launches of kernels/lowrank.cu for all matrices of a bucket. Nothing synchronizes.
 
-Letters as in algorithms/lowrank/compressor.py. Errors and factors are float32 or float64, all of
+Letters as in compressor.py. Errors and factors are float32 or float64, all of
 one dtype; the bucket may also be in half precision.
 """
 
@@ -12,39 +12,13 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels.launcher import STREAMING_BLOCKS, blocks_for, launch, streaming_blocks
-from commhooks.kernels.source import ELEMENTS, TYPES, Source, kernel_name
-from commhooks.precision import at_least_float32
-
-__all__ = ["LEFT", "MAX_RANK", "RIGHT", "SOURCE", "Matrix", "MatrixKernels"]
+from commhooks.kernels.source import ELEMENTS, LOWRANK, LOWRANK_RANKS, TYPES, kernel_name
 
 LEFT, RIGHT = 0, 1
 """Which of the factors of a matrix."""
 
 MAX_RANK = 256
 """The highest rank that :meth:`MatrixKernels.orthonormalize` takes."""
-
-_RANKS = {  # the highest ranks that kernels for products are compiled for; above, torch multiplies
-    torch.float32: (8, 16),
-    torch.float64: (16,),
-}
-_OF_FACTORS = ("orthonormalize", "combine", "message", "average", "keep")
-_PROJECT = ("project_left", "project_right")
-
-
-def _kernels() -> list[str]:
-    kernels = [kernel_name(name, type_) for name in _OF_FACTORS for type_ in TYPES.values()]
-    for dtype, element in ELEMENTS.items():
-        wide = at_least_float32(dtype)
-        kernels.append(kernel_name("apply", TYPES[wide], element))
-        kernels += [
-            kernel_name(name, TYPES[wide], element, highest)
-            for name in _PROJECT
-            for highest in _RANKS[wide]
-        ]
-    return kernels
-
-
-SOURCE = Source("lowrank.cu", tuple(_kernels()))
 
 _BASIS_THREADS = 512
 _ROWS = 4
@@ -84,7 +58,9 @@ class MatrixKernels:
         self._count = sum(matrix.rank > 0 for matrix in matrices)
         self._largest_rank = max((matrix.rank for matrix in matrices), default=0)
         self._largest = float(torch.finfo(like.dtype).max / 2**16)
-        highest = next((rank for rank in _RANKS[like.dtype] if self._largest_rank <= rank), None)
+        highest = next(
+            (rank for rank in LOWRANK_RANKS[like.dtype] if self._largest_rank <= rank), None
+        )
         self.multiplies = highest is not None
         """Whether ranks are low enough for :meth:`project`."""
         self._vector = 16 // like.itemsize
@@ -100,10 +76,8 @@ class MatrixKernels:
             self._blocks += blocks_for(-(-matrix.rows // _ROWS) * self._vectors(matrix))
         self._table = _on_device(rows, like)
         self._bases = [_Bases(side, matrices[: self._count], like) for side in (LEFT, RIGHT)]
-        type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
-        self._names = {name: kernel_name(name, type_) for name in _OF_FACTORS}
-        self._names["apply"] = kernel_name("apply", type_, element)
-        self._project = [kernel_name(name, type_, element, highest or 0) for name in _PROJECT]
+        self._type, self._element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
+        self._highest = highest or 0
 
     def _factor(self, side: int, matrix: Matrix) -> tuple[int, int, int, int]:
         """Return the struct Factor of lowrank.cu, and count the elements and blocks it needs."""
@@ -135,19 +109,19 @@ class MatrixKernels:
         Ranks may not be above :data:`MAX_RANK`. If a factor is tall there are three launches, and
         vectors of its basis may have other signs than LAPACK's: Note [Tall factors].
         """
-        where, name = self._bases[side], self._names["orthonormalize"]
+        where, name = self._bases[side], kernel_name("orthonormalize", self._type)
         basis = factors.new_empty(self._factors[side])
         work = torch.empty_like(basis)
         triangles = factors.new_empty(where.triangles)
         arguments = (where.panels, factors, work, triangles, basis)
-        launch(SOURCE, name, arguments, grid=len(where.panels), block=_BASIS_THREADS)
+        launch(LOWRANK, name, arguments, grid=len(where.panels), block=_BASIS_THREADS)
         if where.triangles > 0:
             stacks = (where.stacks, triangles, torch.empty_like(triangles), None, triangles)
-            launch(SOURCE, name, stacks, grid=len(where.stacks), block=_BASIS_THREADS)
+            launch(LOWRANK, name, stacks, grid=len(where.stacks), block=_BASIS_THREADS)
             panels = (where.panels, work, triangles, basis)
             launch(
-                SOURCE,
-                self._names["combine"],
+                LOWRANK,
+                kernel_name("combine", self._type),
                 panels,
                 grid=len(where.panels),
                 block=_BASIS_THREADS,
@@ -167,7 +141,9 @@ class MatrixKernels:
         count = self._all if has_exact else self._count
         arguments = (self._table, count, errors, bucket, basis, sent, own)
         blocks = self._project_blocks[side][has_exact]
-        launch(SOURCE, self._project[side], arguments, grid=blocks)
+        name = "project_left" if side == LEFT else "project_right"
+        kernel = kernel_name(name, self._type, self._element, self._highest)
+        launch(LOWRANK, kernel, arguments, grid=blocks)
         return own
 
     def message(self, side: int, own: Tensor, sent: int, all_finite: Tensor | None) -> Tensor:
@@ -180,20 +156,23 @@ class MatrixKernels:
         factors = self._factors[side] if own.numel() > sent else 0
         arguments = (self._table, self._count, side, factors, own, sent, self._largest, total)
         blocks = min(STREAMING_BLOCKS, max(1, blocks_for(sent)))
-        launch(SOURCE, self._names["message"], (*arguments, all_finite), grid=blocks)
+        launch(LOWRANK, kernel_name("message", self._type), (*arguments, all_finite), grid=blocks)
         return total
 
     def average(self, total: Tensor, ranks: int, all_finite: Tensor) -> None:
         """Turn a sum into the mean, in place; ``all_finite`` becomes false if it is not finite."""
         arguments = (total, total.numel(), ranks, all_finite)
-        launch(SOURCE, self._names["average"], arguments, grid=streaming_blocks(total))
+        launch(LOWRANK, kernel_name("average", self._type), arguments, grid=streaming_blocks(total))
 
     def keep(self, side: int, fresh: Tensor, kept: Tensor, all_finite: Tensor) -> None:
         """Copy vectors of ``fresh``, except zeros, to ``kept`` if ``all_finite`` is true."""
         arguments = (all_finite, self._table, side, fresh, kept)
         parts = min(_MOST_KEEPERS, blocks_for(self._bases[side].longest, _KEPT_PER_BLOCK))
         launch(
-            SOURCE, self._names["keep"], arguments, grid=(self._count, self._largest_rank, parts)
+            LOWRANK,
+            kernel_name("keep", self._type),
+            arguments,
+            grid=(self._count, self._largest_rank, parts),
         )
 
     def apply(
@@ -216,8 +195,8 @@ class MatrixKernels:
         )
         arguments = (all_finite, self._table, self._all, errors, bucket, len(own[LEFT]))
         launch(
-            SOURCE,
-            self._names["apply"],
+            LOWRANK,
+            kernel_name("apply", self._type, self._element),
             (*arguments, *self._factors, *factors, *exact),
             grid=self._blocks,
         )
