@@ -99,17 +99,10 @@ class BlockCodec:
         if backend_of(values) is None:
             self._loops.encode(values, messages, part_length, error, seed, keep_residual)
         else:
-            parts, message_bytes = messages.shape
             own = self._format
             options = (int(own.norm), float(own.levels), float(own.clip))
-            self._launch(
-                f"encode<{own.codes}",
-                (values, error, messages, message_bytes),
-                (seed, keep_residual, *options),
-                values,
-                part_length,
-                parts,
-            )
+            sent = (error, messages, messages.size(1), seed, keep_residual)
+            self._launch(f"encode<{own.codes}", values, part_length, len(messages), *sent, *options)
         if self._rotated and keep_residual:
             rotate(values, part_length, inverse=True)
 
@@ -127,7 +120,7 @@ class BlockCodec:
         if backend_of(values) is None:
             self._loops.average(messages, values, part_length)
         else:
-            self._launch_decode(messages, len(messages), values, part_length, None, None)
+            self._launch_decode(values, part_length, messages, len(messages))
         if self._rotated:
             rotate(values, part_length, inverse=True)
 
@@ -154,7 +147,7 @@ class BlockCodec:
                 (messages, messages.size(1), blocks, finite),
                 grid=(blocks_for(blocks), len(messages), 1),
             )
-            self._launch_decode(messages, 1, values, part_length, kept, finite)
+            self._launch_decode(values, part_length, messages, 1, kept, finite)
         if self._rotated:
             rotate(values, part_length, inverse=True)
         return finite
@@ -183,45 +176,34 @@ class BlockCodec:
 
     def _launch_decode(
         self,
+        values: Tensor,
+        part_length: int,
         messages: Tensor,
         count: int,
-        values: Tensor,
-        part_length: int,
-        kept: Tensor | None,
-        finite: Tensor | None,
+        kept: Tensor | None = None,
+        finite: Tensor | None = None,
     ) -> None:
         """Decode the mean of each ``count`` messages."""
-        self._launch(
-            f"decode<{self._format.codes.replace('true', 'false')}",
-            (messages, count, messages.size(1), values, kept, finite),
-            (self._format.is_vote,),
-            values,
-            part_length,
-            len(messages) // count,
-        )
+        codes = self._format.codes.replace("true", "false")
+        received = (messages, count, messages.size(1), kept, finite, self._format.is_vote)
+        parts = len(messages) // count
+        self._launch(f"decode<{codes}", values, part_length, parts, *received)
 
     def _launch(
-        self,
-        kernel: str,
-        first: tuple[Argument, ...],
-        last: tuple[Argument, ...],
-        values: Tensor,
-        part_length: int,
-        parts: int,
+        self, kernel: str, values: Tensor, part_length: int, parts: int, *others: Argument
     ) -> None:
-        """Launch a kernel for all parts, with its ``Partition`` between the other arguments.
+        """Launch a kernel with ``values``, their ``Partition`` and other arguments.
 
         See Note [Teams] in kernels/block_codec.cu.
         """
         size = self._block_size
         blocks = blocks_for(part_length, size)
         lane_bits = min(5, (size // 16 - 1).bit_length())
-        partition = (values.numel(), part_length, blocks, size, lane_bits)
         is_wide = size > 512
         launch(
             BLOCK_CODEC,
             f"{kernel}, {TYPES[values.dtype]}>",
-            (*first, *partition, *last),
+            (values, values.numel(), part_length, blocks, size, lane_bits, *others),
             grid=(blocks if is_wide else blocks_for(blocks, THREADS >> lane_bits), parts, 1),
             block=32 * blocks_for(size, 512) if is_wide else THREADS,
         )

@@ -349,14 +349,14 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     T* values,
-    const T* error,
-    u8* messages,
-    i64 message_bytes,
     i64 numel,
     i64 part_length,
     i64 blocks,
     i64 block_size,
     i64 lane_bits,
+    const T* error,
+    u8* messages,
+    i64 message_bytes,
     i64 seed,
     i64 keep_residual,
     i64 norm,
@@ -438,17 +438,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
 // to 0, writes NaN instead and does not change `kept`.
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads) decode(
-    const u8* messages,
-    i64 count,
-    i64 message_bytes,
     T* values,
-    T* kept,
-    const u8* finite,
     i64 numel,
     i64 part_length,
     i64 blocks,
     i64 block_size,
     i64 lane_bits,
+    const u8* messages,
+    i64 count,
+    i64 message_bytes,
+    T* kept,
+    const u8* finite,
     i64 is_vote) {
   constexpr int bits = Codec::kBits;
   const Partition partition{numel, part_length, blocks, (int)block_size, (int)lane_bits};
