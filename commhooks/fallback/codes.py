@@ -137,7 +137,7 @@ def _over(largest_value: float) -> Callable[[Floats, Floats], Floats]:
 _E4M3, _E5M2 = _float_values(8, 3, 7), _float_values(8, 2, 15)
 _E2M1, _E3M0 = _float_values(4, 1, 1), _float_values(4, 0, 3)
 _to_e4m3 = partial(_to_fp8, torch.float8_e4m3fn)
-_BYTES = np.arange(256, dtype=np.uint32)
+_POWERS = (np.arange(256, dtype=np.uint32) << np.uint32(23)).view(np.float32)
 _PLAIN = {
     "E4M3": Format(8, _E4M3, _over(448), _to_e4m3),
     "E5M2": Format(8, _E5M2, _over(57344), partial(_to_fp8, torch.float8_e5m2)),
@@ -151,7 +151,7 @@ _PLAIN = {
         group_codes=lambda ratios: (
             np.maximum(ratios.view(np.uint32) >> np.uint32(23), np.uint32(3)) - np.uint32(2)
         ),
-        group_scales=(_BYTES << np.uint32(23)).view(np.float32),
+        group_scales=_POWERS,
     ),
     "Nvfp4": Format(
         4,
@@ -162,15 +162,7 @@ _PLAIN = {
         group_codes=lambda ratios: _to_e4m3(ratios * (np.float32(1) / np.float32(6))),
         group_scales=_E4M3,
     ),
-    "Natural": Format(
-        8,
-        (
-            (_BYTES & np.uint32(0x80)) << np.uint32(24)
-            | (_BYTES & np.uint32(0x7F)) << np.uint32(23)
-        ).view(np.float32),
-        _power_scale,
-        _natural,
-    ),
+    "Natural": Format(8, np.concatenate([_POWERS[:128], -_POWERS[:128]]), _power_scale, _natural),
 }
 
 # ------------------------------------------------------------------------------------- the scales
