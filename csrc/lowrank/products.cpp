@@ -3,6 +3,7 @@
 #include "shared/instruction_sets.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
@@ -232,6 +233,34 @@ struct Batch {
   float* gradient;
 };
 
+void check(
+    const char* name, const at::Tensor& tensor, at::IntArrayRef shape, bool rows_only = false) {
+  TORCH_CHECK(
+      tensor.device().is_cpu() && tensor.scalar_type() == c10::kFloat, "Expected ", name,
+      " to be float32 on the CPU, found ", tensor.scalar_type(), " on ", tensor.device(), ".");
+  TORCH_CHECK(
+      tensor.sizes() == shape, "Expected ", name, " of shape ", shape, ", found ", tensor.sizes(),
+      ".");
+  TORCH_CHECK(
+      rows_only ? tensor.stride(2) == 1 && tensor.stride(1) == tensor.size(2)
+                : tensor.is_contiguous(),
+      "Expected ", name, " to be contiguous, found strides ", tensor.strides(), ".");
+}
+
+void check_matrices(const std::optional<at::Tensor>& error, const at::Tensor& gradient) {
+  TORCH_CHECK(gradient.dim() == 3, "Expected gradients (k, n, m), found ", gradient.sizes(), ".");
+  check("gradient", gradient, gradient.sizes(), /*rows_only=*/true);
+  if (error) {
+    check("error", *error, gradient.sizes());
+  }
+}
+
+void check_factors(const at::Tensor& gradient, const at::Tensor& left, const at::Tensor& right) {
+  TORCH_CHECK(left.dim() == 3, "Expected left factors (k, n, r), found ", left.sizes(), ".");
+  check("the left factors", left, {gradient.size(0), gradient.size(1), left.size(2)});
+  check("the right factors", right, {gradient.size(0), left.size(2), gradient.size(2)});
+}
+
 }  // namespace
 
 void project_left(
@@ -239,6 +268,8 @@ void project_left(
     const at::Tensor& gradient,
     const at::Tensor& right,
     at::Tensor& left) {
+  check_matrices(error, gradient);
+  check_factors(gradient, left, right);
   const Batch batch(error, gradient, left.size(2));
   const float* const from = right.data_ptr<float>();
   float* const to = left.data_ptr<float>();
@@ -256,6 +287,8 @@ void project_right(
     const at::Tensor& gradient,
     const at::Tensor& left,
     at::Tensor& right) {
+  check_matrices(error, gradient);
+  check_factors(gradient, left, right);
   const Batch batch(error, gradient, left.size(2));
   const float* const from = left.data_ptr<float>();
   float* const to = right.data_ptr<float>();
@@ -275,6 +308,12 @@ void apply_factors(
     const at::Tensor& own_right,
     const at::Tensor& mean_left,
     const at::Tensor& mean_right) {
+  check_matrices(error, gradient);
+  check_factors(gradient, own_left, own_right);
+  check_factors(gradient, mean_left, mean_right);
+  TORCH_CHECK(
+      own_left.size(2) == mean_left.size(2), "Expected factors of one rank, found ",
+      own_left.size(2), " and ", mean_left.size(2), ".");
   const Batch batch(error, gradient, own_left.size(2));
   const int64_t left_size = batch.rank * batch.rows;
   const int64_t right_size = batch.rank * batch.columns;

@@ -7,8 +7,8 @@
 
 namespace commhooks {
 
-// All tensors are float32 on the CPU, in the shapes that commhooks/algorithms/lowrank/compressor.py
-// gives them. M = error + gradient (gradient alone if there is no error) is never stored.
+// All tensors are float32 on the CPU. M = error + gradient (gradient alone if there is no error) is
+// never stored.
 //
 //   error     (k, n, m)  contiguous, or none
 //   gradient  (k, n, m)  strides (any, m, 1): matrices in a bucket

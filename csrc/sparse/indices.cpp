@@ -110,6 +110,7 @@ void pack_indices(
   check_range(indices, (high_bits - (adds_rank ? indices.numel() - 1 : 0)) << low_bits);
   const auto* const from = indices.const_data_ptr<int32_t>();
   auto* const high = packed.mutable_data_ptr<uint8_t>();
+  std::memset(high, 0, static_cast<size_t>(packed.numel()));
   uint8_t* const low = high + words_of(high_bits) * sizeof(uint64_t);
   for (int64_t rank = 0; rank < indices.numel(); ++rank) {
     const auto position = static_cast<int64_t>(code.position(from[rank], rank));

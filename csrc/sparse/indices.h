@@ -6,8 +6,8 @@
 namespace commhooks {
 
 // Writes ascending int32 indices as a bitmap of `high_bits` bits, then `low_bits` bits for each
-// index, both as little-endian words of 64 bits, to `packed` (uint8), which holds zeros. See Note
-// [Index code] in commhooks/codecs/index_code.py.
+// index, both as little-endian words of 64 bits, into all of `packed` (uint8). See Note [Index
+// code] in commhooks/codecs/index_code.py.
 void pack_indices(
     const at::Tensor& indices,
     int64_t high_bits,

@@ -12,7 +12,7 @@ from emulation import LocalSource
 
 from commhooks import CommHookError
 from commhooks.kernels import loader, nvrtc
-from commhooks.kernels.source import DIRECTORY
+from commhooks.kernels.source import DIRECTORY, SOURCES
 
 LOG = """
 ptxas info    : 0 bytes gmem
@@ -44,7 +44,7 @@ def test_report_parses_the_output_of_ptxas():
 
 
 def test_every_cuda_source_is_checked():
-    assert {source.path for source in check._sources()} == set(DIRECTORY.glob("*.cu"))
+    assert {source.path for source in SOURCES} == set(DIRECTORY.glob("*.cu"))
 
 
 @pytest.mark.usefixtures("_has_nvrtc")
