@@ -14,6 +14,7 @@ from emulation import emulated
 from torch import Tensor
 
 from commhooks import fallback, native
+from commhooks.algorithms.sparse import selection
 from commhooks.algorithms.sparse.messages import SparseVector, write_message
 from commhooks.codecs.block import BlockCodec, rotate
 from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_compile import __main__ as check
 from cuda_compile.report import Usage, usages
 from emulation import LocalSource
 
