@@ -63,8 +63,8 @@ def _levels(bits: int, norm: int, levels: float, clip: float, *, is_stochastic: 
         if norm == SIGNED:
             return size / lowest
         if norm == ROOT_MEAN:
-            return np.minimum(size * np.float32(clip), largest) / highest
-        return (size if norm == EUCLIDEAN else largest) / highest
+            size = np.minimum(size * np.float32(clip), largest)
+        return (largest if norm == LARGEST else size) / highest
 
     def encode(ratios: Floats, random: "BlockRandom") -> Codes:
         wanted = np.clip(ratios, lowest, highest)
