@@ -59,7 +59,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory, PerBucketCache
+from commhooks.algorithms.bucket_memory import (
+    BucketMemory,
+    PerBucketCache,
+    part_length,
+    part_of,
+)
 from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.finite import copy_if
 from commhooks.codecs.formats import Format
@@ -217,20 +222,6 @@ class Biased(Quantized):
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
-
-
-def part_length(numel: int, size: int) -> int:
-    """Return the length of the first part of ``size``; the last parts may be shorter, or empty.
-
-    It is ⌈numel / size⌉, rounded up to a multiple of 32 so that no two parts share a cache line.
-    """
-    return min(-(-numel // (32 * size)) * 32, numel)
-
-
-def part_of(numel: int, size: int, rank: int) -> slice:
-    """Return the elements that ``rank`` averages."""
-    length = part_length(numel, size)
-    return slice(min(rank * length, numel), min((rank + 1) * length, numel))
 
 
 def _rebuild_average_error(
