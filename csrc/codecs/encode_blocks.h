@@ -88,11 +88,11 @@ COMMHOOKS_INLINE uint32_t signed_largest(const float* y, int64_t count, uint32_t
 
 // The loops over kMostBlocks are vectorized; results for blocks that the group does not have are
 // not used.
-template <typename Set>
-COMMHOOKS_INLINE void find_norms(codecs::Norm norm, Group& group) {
-  if (norm == codecs::Norm::kLargest) {
+template <typename Set, codecs::Norm norm>
+COMMHOOKS_INLINE void find_norms(Group& group) {
+  if constexpr (norm == codecs::Norm::kLargest) {
     std::memcpy(group.norms, group.largest, sizeof(group.norms));
-  } else if (norm == codecs::Norm::kSigned) {
+  } else if constexpr (norm == codecs::Norm::kSigned) {
     for (int64_t i = 0; i < group.blocks; ++i) {
       group.norms[i] = codecs::float_of(
           signed_largest(group.y + i * group.spacing, group.spacing, group.largest[i]));
@@ -103,11 +103,8 @@ COMMHOOKS_INLINE void find_norms(codecs::Norm norm, Group& group) {
     for (int64_t i = 0; i < kMostBlocks; ++i) {
       inverses[i] = 1.0f / codecs::float_of(group.largest[i]);
     }
-    if (codecs::sums_squares(norm)) {
-      sum_blocks<Set, true>(group.y, group.spacing, group.blocks, inverses, sums);
-    } else {
-      sum_blocks<Set, false>(group.y, group.spacing, group.blocks, inverses, sums);
-    }
+    sum_blocks<Set, codecs::sums_squares(norm)>(
+        group.y, group.spacing, group.blocks, inverses, sums);
     for (int64_t i = 0; i < kMostBlocks; ++i) {
       group.norms[i] =
           codecs::norm_from(norm, codecs::float_of(group.largest[i]), sums[i], group.counts[i]);
@@ -117,7 +114,23 @@ COMMHOOKS_INLINE void find_norms(codecs::Norm norm, Group& group) {
 
 template <typename Set, typename Codec>
 COMMHOOKS_INLINE void find_scales(const Codec& codec, Group& group) {
-  find_norms<Set>(codec.norm, group);
+  switch (codec.norm) {
+    case codecs::Norm::kLargest:
+      find_norms<Set, codecs::Norm::kLargest>(group);
+      break;
+    case codecs::Norm::kSigned:
+      find_norms<Set, codecs::Norm::kSigned>(group);
+      break;
+    case codecs::Norm::kMean:
+      find_norms<Set, codecs::Norm::kMean>(group);
+      break;
+    case codecs::Norm::kRootMean:
+      find_norms<Set, codecs::Norm::kRootMean>(group);
+      break;
+    case codecs::Norm::kEuclidean:
+      find_norms<Set, codecs::Norm::kEuclidean>(group);
+      break;
+  }
   for (int64_t i = 0; i < kMostBlocks; ++i) {
     group.scales[i] = codec.scale(codecs::float_of(group.largest[i]), group.norms[i]);
     group.inverses[i] = 1.0f / group.scales[i];

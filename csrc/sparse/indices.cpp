@@ -29,25 +29,40 @@ uint64_t load(const uint8_t* words, int64_t index) {
   return word;
 }
 
-void set_bits(uint8_t* words, int64_t index, uint64_t bits) {
-  bits |= load(words, index);
-  std::memcpy(words + index * sizeof(bits), &bits, sizeof(bits));
+void store(uint8_t* words, int64_t index, uint64_t word) {
+  std::memcpy(words + index * sizeof(word), &word, sizeof(word));
 }
 
-// Writes field `index` of fields of `width` bits, one after the other, which are zeros.
-void write_field(uint8_t* words, int width, int64_t index, uint64_t field) {
-  if (width == 0) {
-    return;
-  }
-  const int64_t bit = index * width;
-  const int64_t shift = bit % kWordBits;
-  set_bits(words, bit / kWordBits, field << shift);
-  if (shift + width > kWordBits) {
-    set_bits(words, bit / kWordBits + 1, field >> (kWordBits - shift));
-  }
-}
+// Writes consecutive fields of one width.
+class BitWriter {
+ public:
+  BitWriter(uint8_t* words, int width) : words_(words), width_(width) {}
 
-// Returns what write_field wrote.
+  void put(uint64_t field) {
+    word_ |= field << used_;
+    used_ += width_;
+    if (used_ >= kWordBits) {
+      used_ -= kWordBits;
+      store(words_, index_++, word_);
+      word_ = used_ == 0 ? 0 : field >> (width_ - used_);
+    }
+  }
+
+  void flush() {
+    if (used_ > 0) {
+      store(words_, index_, word_);
+    }
+  }
+
+ private:
+  uint8_t* words_;
+  int width_;
+  int used_ = 0;
+  int64_t index_ = 0;
+  uint64_t word_ = 0;
+};
+
+// Returns field `index` of the fields that a BitWriter wrote.
 uint64_t read_field(const uint8_t* words, int width, int64_t index) {
   if (width == 0) {
     return 0;
@@ -59,6 +74,27 @@ uint64_t read_field(const uint8_t* words, int width, int64_t index) {
     field |= load(words, bit / kWordBits + 1) << (kWordBits - shift);
   }
   return field & ((uint64_t{1} << width) - 1);
+}
+
+void pack(
+    const int32_t* indices, int64_t count, IndexCode code, int64_t high_words, uint8_t* packed) {
+  uint64_t word = 0;
+  int64_t at = 0;
+  BitWriter low(packed + high_words * sizeof(word), code.low_bits);
+  for (int64_t rank = 0; rank < count; ++rank) {
+    const auto position = static_cast<int64_t>(code.position(indices[rank], rank));
+    for (; at < position / kWordBits; ++at) {
+      store(packed, at, word);
+      word = 0;
+    }
+    word |= uint64_t{1} << (position % kWordBits);
+    low.put(code.low(indices[rank]));
+  }
+  for (; at < high_words; ++at) {
+    store(packed, at, word);
+    word = 0;
+  }
+  low.flush();
 }
 
 // Returns whether the result is `count` ascending indices below `numel`.
@@ -108,15 +144,9 @@ void pack_indices(
     at::Tensor& packed) {
   const IndexCode code{static_cast<int>(low_bits), adds_rank};
   check_range(indices, (high_bits - (adds_rank ? indices.numel() - 1 : 0)) << low_bits);
-  const auto* const from = indices.const_data_ptr<int32_t>();
-  auto* const high = packed.mutable_data_ptr<uint8_t>();
-  std::memset(high, 0, static_cast<size_t>(packed.numel()));
-  uint8_t* const low = high + words_of(high_bits) * sizeof(uint64_t);
-  for (int64_t rank = 0; rank < indices.numel(); ++rank) {
-    const auto position = static_cast<int64_t>(code.position(from[rank], rank));
-    set_bits(high, position / kWordBits, uint64_t{1} << (position % kWordBits));
-    write_field(low, code.low_bits, rank, code.low(from[rank]));
-  }
+  pack(
+      indices.const_data_ptr<int32_t>(), indices.numel(), code, words_of(high_bits),
+      packed.mutable_data_ptr<uint8_t>());
 }
 
 void unpack_indices(
