@@ -62,8 +62,10 @@ class CpuBlockCodec:
                 rooms = self._rooms(messages.numpy()[tile.part], part_length, tile)
                 first = tile.part * part_length + tile.block * self._block_size
                 random = BlockRandom(seed, first, tile.blocks, self._block_size)
-                decoded = self._encode_tile(y, rooms, random)
+                codes, scales = self._encode_tile(y, rooms, random)
                 if keep_residual:
+                    decoded = self._format.values.take(codes, mode="wrap") * scales
+                    decoded = decoded.ravel()[: y.size]
                     np.subtract(y, decoded, out=numbers[tile.numbers], dtype=y.dtype)
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
@@ -85,8 +87,8 @@ class CpuBlockCodec:
 
     def _encode_tile(
         self, numbers: Array, rooms: tuple[Bytes, Bytes, Bytes], random: BlockRandom
-    ) -> Floats:
-        """Write scales, scales of groups and codes of whole blocks; return what is decoded."""
+    ) -> tuple[Bytes, Floats]:
+        """Write scales, scales of groups and codes of whole blocks; return codes and scales."""
         size, number_format = self._block_size, self._format
         scales_room, groups_room, codes_room = rooms
         y = np.zeros((scales_room.size // 4, size), np.float32)
@@ -102,12 +104,13 @@ class CpuBlockCodec:
             group_scales = number_format.group_scales[of_groups]
             inverses = (inverses / np.where(group_scales == 0, 1, group_scales)).repeat(group, 1)
             factors = (group_scales * factors).repeat(group, 1)
-        codes = number_format.encode(y * inverses, random) * has_scale
+        codes = number_format.encode(y * inverses, random).astype(np.uint8)
+        if not has_scale.all():
+            codes *= has_scale
         codes.ravel()[numbers.size :] = 0
         scales_room[:] = scales.view(np.uint8).ravel()
-        codes_room[:] = _packed(codes.astype(np.uint8), number_format.bits)[: codes_room.size]
-        decoded: Floats = (number_format.values[codes] * factors).ravel()[: numbers.size]
-        return decoded
+        codes_room[:] = _packed(codes, number_format.bits)[: codes_room.size]
+        return codes, factors
 
     def _decode(self, messages: Bytes, values: Array, part_length: int) -> None:
         """Write the mean, or the vote, of the messages, (parts, count, bytes), to values."""
@@ -132,7 +135,9 @@ class CpuBlockCodec:
                 of_groups = _padded(groups_room, blocks * size // group).reshape(blocks, -1)
                 weights = (number_format.group_scales[of_groups] * weights).repeat(group, axis=1)
             packed = _padded(codes_room, blocks * size * number_format.bits // 8)
-            sums += self._values_of_byte[packed].reshape(blocks, size) * weights
+            terms = self._values_of_byte.take(packed, axis=0, mode="wrap").reshape(blocks, size)
+            terms *= weights
+            sums += terms
         if self._is_vote:
             sums = np.clip(sums, np.float32(-1), np.float32(1)) * mean_scale
         return sums.ravel()
@@ -178,7 +183,7 @@ def _array(tensor: Tensor) -> Array:
 
 def _padded(found: Bytes, size: int) -> Bytes:
     """Return the bytes with zeros behind them."""
-    return np.pad(found, (0, size - found.size))
+    return found if found.size == size else np.pad(found, (0, size - found.size))
 
 
 def _packed(codes: Bytes, bits: int) -> Bytes:

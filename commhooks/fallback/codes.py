@@ -203,7 +203,7 @@ def _sums(terms: Floats) -> Floats:
     """Return the sum over each block, (blocks, 1): Note [Order of sums] in block.h."""
     blocks, size = terms.shape
     padded = max(1 << (size - 1).bit_length(), _TILE)
-    chunks = np.pad(terms, ((0, 0), (0, padded - size)))
+    chunks = np.pad(terms, ((0, 0), (0, padded - size))) if padded > size else terms
     for length in (min(padded, _CHUNK), max(padded // _CHUNK, 1)):
         chunks = chunks.reshape(blocks, -1, length)
         while chunks.shape[2] > 1:
