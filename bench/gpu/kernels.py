@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -10,24 +9,18 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from commhooks.kernels import loader
-from commhooks.kernels.source import DIRECTORY
+from commhooks.kernels.source import SOURCES
 
 
-def compile_kernel(module: str, kernel: str, arch: str) -> None:
-    """Compile a kernel into CuPy's cache."""
-    source = importlib.import_module(module).SOURCE
-    loader._machine_code(source, kernel, arch)
+def compile_kernel(source: int, kernel: str, arch: str) -> None:
+    """Compile a kernel of one of ``SOURCES`` into CuPy's cache."""
+    loader._machine_code(SOURCES[source], kernel, arch)
 
 
 def main() -> None:
     """Compile each kernel in one of several processes."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    modules = [f"commhooks.kernels.{path.stem}" for path in sorted(DIRECTORY.glob("*.cu"))]
-    kernels = [
-        (module, kernel, arch)
-        for module in modules
-        for kernel in importlib.import_module(module).SOURCE.kernels
-    ]
+    kernels = [(i, kernel, arch) for i, source in enumerate(SOURCES) for kernel in source.kernels]
     # Processes that are forked from this one could not use CUDA.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([loader.__name__])

@@ -1,4 +1,4 @@
-"""State of hooks per bucket and per gradient element."""
+"""State of hooks per bucket and per gradient element, and the parts of a bucket."""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -97,3 +97,17 @@ def adopt(state: TensorState, field: str, views: Iterable[tuple[str, Tensor]]) -
                 )
             view.copy_(entry[field])
         entry[field] = view
+
+
+def part_length(numel: int, size: int) -> int:
+    """Return the length of the first part of ``size``; the last parts may be shorter, or empty.
+
+    It is ⌈numel / size⌉, rounded up to a multiple of 32 so that no two parts share a cache line.
+    """
+    return min(-(-numel // (32 * size)) * 32, numel)
+
+
+def part_of(numel: int, size: int, rank: int) -> slice:
+    """Return the elements that ``rank`` averages."""
+    length = part_length(numel, size)
+    return slice(min(rank * length, numel), min((rank + 1) * length, numel))

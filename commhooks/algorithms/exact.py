@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from commhooks.algorithms.bucket_memory import PerBucketCache
-from commhooks.algorithms.quantized.error_memory import part_length
+from commhooks.algorithms.bucket_memory import PerBucketCache, part_length
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook

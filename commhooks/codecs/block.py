@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from commhooks import native
+from commhooks.codecs.formats import Format
 from commhooks.errors import CommHookError
 from commhooks.hook.options import Limits
-from commhooks.kernels import backend_of
-from commhooks.kernels.block_codec import BlockKernels, Format
-from commhooks.kernels.rotation import rotate as rotate_on_gpu
+from commhooks.kernels import backend_of, launch
+from commhooks.kernels.launcher import THREADS, Argument, blocks_for
+from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, kernel_name
 
 BlockSize = Annotated[int, Limits(ge=32, le=4096, multiple_of=32)]
 """How many numbers share a scale."""
 
 _DTYPES = (torch.float32, torch.float64)
+_ROTATION = 128  # as in kernels/codecs/rotation.h
 
 
 class BlockCodec:
@@ -60,7 +62,6 @@ class BlockCodec:
             number_format.is_vote,
             block_size,
         )
-        self._gpu = BlockKernels(number_format, block_size)
         self._rotated = rotated
 
     def encoded_bytes(self, part_length: int) -> int:
@@ -95,7 +96,13 @@ class BlockCodec:
         if self._rotated:
             rotate(values, part_length, added=error)
             error = None
-        self._backend(values).encode(values, messages, part_length, error, seed, keep_residual)
+        if backend_of(values) is None:
+            self._loops.encode(values, messages, part_length, error, seed, keep_residual)
+        else:
+            own = self._format
+            options = (int(own.norm), float(own.levels), float(own.clip))
+            sent = (error, messages, messages.size(1), seed, keep_residual)
+            self._launch(f"encode<{own.codes}", values, part_length, len(messages), *sent, *options)
         if self._rotated and keep_residual:
             rotate(values, part_length, inverse=True)
 
@@ -110,7 +117,10 @@ class BlockCodec:
                 f"{len(messages)} messages and {values.numel()} values"
             )
         self._check(values, messages, part_length)
-        self._backend(values).average(messages, values, part_length)
+        if backend_of(values) is None:
+            self._loops.average(messages, values, part_length)
+        else:
+            self._launch_decode(values, part_length, messages, len(messages))
         if self._rotated:
             rotate(values, part_length, inverse=True)
 
@@ -126,10 +136,21 @@ class BlockCodec:
             Whether all messages are finite: ``(1,)``, bool, on the device.
         """
         self._check(values, messages, part_length, kept)
-        finite = self._backend(values).assemble(messages, values, part_length, kept)
+        if backend_of(values) is None:
+            finite = torch.tensor([self._loops.assemble(messages, values, part_length, kept)])
+        else:
+            finite = torch.ones(1, dtype=torch.bool, device=values.device)
+            blocks = blocks_for(part_length, self._block_size)
+            launch(
+                BLOCK_CODEC,
+                "find_not_finite",
+                (messages, messages.size(1), blocks, finite),
+                grid=(blocks_for(blocks), len(messages), 1),
+            )
+            self._launch_decode(values, part_length, messages, 1, kept, finite)
         if self._rotated:
             rotate(values, part_length, inverse=True)
-        return finite if isinstance(finite, Tensor) else torch.tensor([finite])
+        return finite
 
     def _check(
         self, values: Tensor, messages: Tensor, part_length: int, other: Tensor | None = None
@@ -153,8 +174,39 @@ class BlockCodec:
                 f"{messages.device} at {messages.data_ptr():#x}"
             )
 
-    def _backend(self, values: Tensor) -> native.CpuBlockCodec | BlockKernels:
-        return self._loops if backend_of(values) is None else self._gpu
+    def _launch_decode(
+        self,
+        values: Tensor,
+        part_length: int,
+        messages: Tensor,
+        count: int,
+        kept: Tensor | None = None,
+        finite: Tensor | None = None,
+    ) -> None:
+        """Decode the mean of each ``count`` messages."""
+        codes = self._format.codes.replace("true", "false")
+        received = (messages, count, messages.size(1), kept, finite, self._format.is_vote)
+        parts = len(messages) // count
+        self._launch(f"decode<{codes}", values, part_length, parts, *received)
+
+    def _launch(
+        self, kernel: str, values: Tensor, part_length: int, parts: int, *others: Argument
+    ) -> None:
+        """Launch a kernel with ``values``, their ``Partition`` and other arguments.
+
+        See Note [Teams] in kernels/block_codec.cu.
+        """
+        size = self._block_size
+        blocks = blocks_for(part_length, size)
+        lane_bits = min(5, (size // 16 - 1).bit_length())
+        is_wide = size > 512
+        launch(
+            BLOCK_CODEC,
+            f"{kernel}, {TYPES[values.dtype]}>",
+            (values, values.numel(), part_length, blocks, size, lane_bits, *others),
+            grid=(blocks if is_wide else blocks_for(blocks, THREADS >> lane_bits), parts, 1),
+            block=32 * blocks_for(size, 512) if is_wide else THREADS,
+        )
 
 
 def rotate(
@@ -174,8 +226,16 @@ def rotate(
         return
     if part_length < 1:
         raise CommHookError(f"expected parts of at least one number, found {part_length}")
-    on_device = native.rotate if backend_of(values) is None else rotate_on_gpu
-    on_device(values, added, part_length, inverse)
+    if backend_of(values) is None:
+        native.rotate(values, added, part_length, inverse)
+        return
+    numel, blocks = values.numel(), blocks_for(part_length, _ROTATION)
+    launch(
+        ROTATION,
+        kernel_name("rotate", TYPES[values.dtype]),
+        (values, added, numel, part_length, blocks, inverse),
+        grid=(blocks_for(blocks, THREADS // 32), blocks_for(numel, part_length), 1),
+    )
 
 
 def check_numbers(numbers: Tensor, *others: Tensor | None) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from commhooks import native
-from commhooks.kernels import backend_of, masked
+from commhooks.kernels import backend_of, launch
+from commhooks.kernels.launcher import streaming_blocks
+from commhooks.kernels.source import MASKED
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -38,7 +40,8 @@ def is_known_false(condition: Tensor) -> bool:
 def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
     """Copy ``source`` to ``out`` if ``condition`` is true. Does not wait for the device."""
     if backend_of(out) is not None:
-        masked.copy_if(condition, source, out)
+        arguments = (condition, source, out.nbytes, out)
+        launch(MASKED, MASKED.kernels[0], arguments, grid=streaming_blocks(out))
     elif condition:
         out.copy_(source)
 

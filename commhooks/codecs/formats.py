@@ -5,9 +5,38 @@ csrc/codecs are compiled for it, and commhooks/fallback has it in NumPy, under t
 """
 
 import math
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
-from commhooks.kernels.block_codec import Format, Norm
+
+class Norm(IntEnum):
+    """The norm of a block that a codec needs for the scale, as in kernels/codecs/block.h."""
+
+    LARGEST = 0
+    SIGNED = 1
+    MEAN = 2
+    ROOT_MEAN = 3
+    EUCLIDEAN = 4
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the numbers of a block become codes.
+
+    ``codes`` is the name of a C++ struct in kernels/codecs/; ``levels`` and ``clip`` are options of
+    ``Levels``. With ``is_vote``, several messages vote instead of being averaged. ``group``: how
+    many numbers share a scale of one byte, or 0; then blocks are multiples of 128.
+    """
+
+    codes: str
+    bits: int
+    norm: Norm = Norm.LARGEST
+    levels: int = 0
+    clip: float = math.inf
+    is_vote: bool = False
+    group: int = 0
+
 
 E4M3 = Format("E4M3", 8)
 """``torch.float8_e4m3fn``, with torch's rounding. The scale maps the largest magnitude of a block

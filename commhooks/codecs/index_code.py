@@ -95,9 +95,10 @@ class IndexCode:
 
     def _nbytes_of(self, count: int) -> int:
         """Return the size of the whole bitmap and the low bits of ``count`` indices."""
-        words = _words(self.high_bits) + _words(count * self.low_bits)
+        words = words_of(self.high_bits) + words_of(count * self.low_bits)
         return words * _WORD_BITS // 8
 
 
-def _words(bits: int) -> int:
+def words_of(bits: int) -> int:
+    """Return how many words of 64 bits these bits take."""
     return -(-bits // _WORD_BITS)

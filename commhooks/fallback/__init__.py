@@ -47,20 +47,7 @@ def all_finite(tensor: Tensor) -> Tensor:
 
 
 _MOST_ARGUMENTS = 32
-
-
-class _Arguments(threading.local):
-    """Values of 8 bytes, and the address of each; every thread has its own."""
-
-    def __init__(self) -> None:
-        self.values = (ctypes.c_uint64 * _MOST_ARGUMENTS)()
-        start = ctypes.addressof(self.values)
-        self.addresses = (ctypes.c_uint64 * _MOST_ARGUMENTS)(
-            *range(start, start + 8 * _MOST_ARGUMENTS, 8)
-        )
-
-
-_arguments = _Arguments()
+_written = threading.local()
 
 
 def write_arguments(arguments: tuple[Tensor | int | float | None, ...]) -> tuple[str, int, int]:
@@ -81,9 +68,11 @@ def write_arguments(arguments: tuple[Tensor | int | float | None, ...]) -> tuple
                 f"expected contiguous tensors on one device, found shape {list(tensor.shape)} with "
                 f"strides {list(tensor.stride())} on {tensor.device} and a tensor on {device}"
             )
-    for position, argument in enumerate(arguments):
-        _arguments.values[position] = _bits(argument)
-    return device.type, device.index or 0, ctypes.addressof(_arguments.addresses)
+    words = ctypes.c_uint64 * len(arguments)
+    _written.values = words(*map(_bits, arguments))
+    first = ctypes.addressof(_written.values)
+    _written.addresses = words(*range(first, first + 8 * len(arguments), 8))
+    return device.type, device.index or 0, ctypes.addressof(_written.addresses)
 
 
 def _bits(argument: Tensor | int | float | None) -> int:

@@ -1,9 +1,10 @@
 """Kernels for GPUs: CUDA sources, and the code that compiles and launches them.
 
-Each ``name.cu`` has a ``name.py`` beside it, in which ``SOURCE`` lists the kernels that are used.
+:mod:`commhooks.kernels.source` lists the kernels of each ``.cu`` file that are used. What computes
+something on a CPU and on a GPU launches them.
 """
 
 from commhooks.kernels.launcher import BACKENDS, Backend, backend_of, launch, require
-from commhooks.kernels.source import Source
+from commhooks.kernels.source import SOURCES, Source
 
-__all__ = ["BACKENDS", "Backend", "Source", "backend_of", "launch", "require"]
+__all__ = ["BACKENDS", "SOURCES", "Backend", "Source", "backend_of", "launch", "require"]

@@ -16,6 +16,7 @@
 #include "codecs/levels.h"
 #include "codecs/natural.h"
 #include "codecs/sign.h"
+#include "vector.h"
 
 using namespace commhooks::codecs;
 
@@ -91,84 +92,74 @@ __device__ Share share_of(const Partition& partition) {
   return share;
 }
 
-__device__ void load_quad(const float* from, float (&quad)[kQuad]) {
-  const float4 all = *reinterpret_cast<const float4*>(from);
-  quad[0] = all.x;
-  quad[1] = all.y;
-  quad[2] = all.z;
-  quad[3] = all.w;
+// Copies a quad from or to memory, 16 bytes at a time.
+template <typename T>
+__device__ void copy_quad(const T* from, T* to) {
+  using Part = commhooks::kernels::Vector<T>;
+#pragma unroll
+  for (int i = 0; i < kQuad; i += Part::size) {
+    *reinterpret_cast<Part*>(to + i) = *reinterpret_cast<const Part*>(from + i);
+  }
 }
 
-__device__ void load_quad(const double* from, double (&quad)[kQuad]) {
-  const double2 low = reinterpret_cast<const double2*>(from)[0];
-  const double2 high = reinterpret_cast<const double2*>(from)[1];
-  quad[0] = low.x;
-  quad[1] = low.y;
-  quad[2] = high.x;
-  quad[3] = high.y;
+// Calls `body(slot, i)` for all numbers of a thread.
+template <typename Body>
+__device__ void for_numbers(const Body& body) {
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      body(slot, i);
+    }
+  }
 }
 
-__device__ void store_quad(float* to, const float (&quad)[kQuad]) {
-  *reinterpret_cast<float4*>(to) = make_float4(quad[0], quad[1], quad[2], quad[3]);
-}
-
-__device__ void store_quad(double* to, const double (&quad)[kQuad]) {
-  reinterpret_cast<double2*>(to)[0] = make_double2(quad[0], quad[1]);
-  reinterpret_cast<double2*>(to)[1] = make_double2(quad[2], quad[3]);
-}
-
-// Whether the block at `begin` can be accessed by quads: it must be full and aligned to 16 bytes.
-__device__ bool is_in_quads(const void* begin, const Share& share, const Partition& partition) {
-  return share.count == partition.block_size && reinterpret_cast<u64>(begin) % 16 == 0;
+// Calls `copy_all(slot, at)` for quads of the block at `begin` that are copied as a whole, and
+// `copy_one(slot, i, at)` for the numbers of others.
+template <typename T, typename CopyAll, typename CopyOne>
+__device__ void for_quads(
+    const T* begin,
+    const Share& share,
+    const Partition& partition,
+    const CopyAll& copy_all,
+    const CopyOne& copy_one) {
+  // The block must be full and aligned to 16 bytes.
+  const bool in_quads =
+      share.count == partition.block_size && reinterpret_cast<u64>(begin) % 16 == 0;
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int at = kQuad * share.quad(slot);
+    if (in_quads) {
+      if (at < share.count) {
+        copy_all(slot, at);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (at + i < share.count) {
+          copy_one(slot, i, at + i);
+        }
+      }
+    }
+  }
 }
 
 // Loads this thread's numbers of a block, and zeros beyond its end.
 template <typename T>
 __device__ void load(
     const T* begin, const Share& share, const Partition& partition, T (&x)[kSlots][kQuad]) {
-  const bool in_quads = is_in_quads(begin, share, partition);
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const int at = kQuad * share.quad(slot);
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      x[slot][i] = 0;
-    }
-    if (in_quads) {
-      if (at < share.count) {
-        load_quad(begin + at, x[slot]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        if (at + i < share.count) {
-          x[slot][i] = begin[at + i];
-        }
-      }
-    }
-  }
+  for_numbers([&](int slot, int i) { x[slot][i] = 0; });
+  for_quads(
+      begin, share, partition, [&](int slot, int at) { copy_quad(begin + at, x[slot]); },
+      [&](int slot, int i, int at) { x[slot][i] = begin[at]; });
 }
 
 template <typename T>
 __device__ void store(
     T* begin, const Share& share, const Partition& partition, const T (&x)[kSlots][kQuad]) {
-  const bool in_quads = is_in_quads(begin, share, partition);
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const int at = kQuad * share.quad(slot);
-    if (in_quads) {
-      if (at < share.count) {
-        store_quad(begin + at, x[slot]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        if (at + i < share.count) {
-          begin[at + i] = x[slot][i];
-        }
-      }
-    }
-  }
+  for_quads(
+      begin, share, partition, [&](int slot, int at) { copy_quad(x[slot], begin + at); },
+      [&](int slot, int i, int at) { begin[at] = x[slot][i]; });
 }
 
 // Returns the bits of the block's largest magnitude, or of its largest positive number or 0. All
@@ -177,14 +168,10 @@ template <bool positive, typename T>
 __device__ u32
 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Partition& partition) {
   u32 largest = 0;
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      const float number = (float)x[slot][i];
-      largest = max(largest, positive && !(number > 0.0f) ? 0u : magnitude_bits(number));
-    }
-  }
+  for_numbers([&](int slot, int i) {
+    const float number = (float)x[slot][i];
+    largest = max(largest, positive && !(number > 0.0f) ? 0u : magnitude_bits(number));
+  });
   for (int step = share.lanes / 2; step > 0; step /= 2) {
     largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
   }
@@ -362,14 +349,14 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     T* values,
-    const T* error,
-    u8* messages,
-    i64 message_bytes,
     i64 numel,
     i64 part_length,
     i64 blocks,
     i64 block_size,
     i64 lane_bits,
+    const T* error,
+    u8* messages,
+    i64 message_bytes,
     i64 seed,
     i64 keep_residual,
     i64 norm,
@@ -381,18 +368,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
   Codec codec{};
   configure(codec, {(Norm)norm, (float)levels, (float)clip});
 
-  T x[kSlots][kQuad];
+  alignas(16) T x[kSlots][kQuad];
   load(values + share.first, share, partition, x);
   if (error != nullptr) {
-    T added[kSlots][kQuad];
+    alignas(16) T added[kSlots][kQuad];
     load(error + share.first, share, partition, added);
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        x[slot][i] += added[slot][i];
-      }
-    }
+    for_numbers([&](int slot, int i) { x[slot][i] += added[slot][i]; });
   }
 
   const u32 largest = largest_of<false>(x, share, partition);
@@ -445,14 +426,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
   if (keep_residual == 0) {
     return;
   }
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      const float value = codec.value(code_of<bits>(fours[slot], i)) * scales[slot];
-      x[slot][i] -= has_scale ? (T)value : (T)0;
-    }
-  }
+  for_numbers([&](int slot, int i) {
+    const float value = codec.value(code_of<bits>(fours[slot], i)) * scales[slot];
+    x[slot][i] -= has_scale ? (T)value : (T)0;
+  });
   store(values + share.first, share, partition, x);
 }
 
@@ -461,17 +438,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
 // to 0, writes NaN instead and does not change `kept`.
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads) decode(
-    const u8* messages,
-    i64 count,
-    i64 message_bytes,
     T* values,
-    T* kept,
-    const u8* finite,
     i64 numel,
     i64 part_length,
     i64 blocks,
     i64 block_size,
     i64 lane_bits,
+    const u8* messages,
+    i64 count,
+    i64 message_bytes,
+    T* kept,
+    const u8* finite,
     i64 is_vote) {
   constexpr int bits = Codec::kBits;
   const Partition partition{numel, part_length, blocks, (int)block_size, (int)lane_bits};
@@ -483,19 +460,14 @@ __global__ void __launch_bounds__(kThreads) decode(
   T* const begin = values + share.first;
   const bool is_finite = finite == nullptr || *finite != 0;
   if (kept != nullptr && is_finite) {
-    T before[kSlots][kQuad];
+    alignas(16) T before[kSlots][kQuad];
     load(begin, share, partition, before);
     store(kept + share.first, share, partition, before);
   }
 
   float sums[kSlots][kQuad];
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      sums[slot][i] = -0.0f;  // the neutral element of addition, unlike 0.0f
-    }
-  }
+  // The neutral element of addition, unlike 0.0f.
+  for_numbers([&](int slot, int i) { sums[slot][i] = -0.0f; });
   const float of_each = 1.0f / (float)count;
   float mean_scale = 0.0f;
 #pragma unroll kMessagesAhead < Codec>
@@ -525,15 +497,11 @@ __global__ void __launch_bounds__(kThreads) decode(
     }
   }
 
-  T x[kSlots][kQuad];
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      const float voted = is_vote != 0 ? clamp(sums[slot][i], 1.0f) * mean_scale : sums[slot][i];
-      x[slot][i] = (T)(is_finite ? voted : float_of(0x7fc00000u));
-    }
-  }
+  alignas(16) T x[kSlots][kQuad];
+  for_numbers([&](int slot, int i) {
+    const float voted = is_vote != 0 ? clamp(sums[slot][i], 1.0f) * mean_scale : sums[slot][i];
+    x[slot][i] = (T)(is_finite ? voted : float_of(0x7fc00000u));
+  });
   store(begin, share, partition, x);
 }
 

@@ -32,8 +32,7 @@ class Backend(Protocol):
         source: Source,
         kernel: str,
         grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
+        block: int,
         parameters: int,
         count: int,
         device_index: int,
@@ -67,14 +66,13 @@ def launch(
     *,
     grid: int | tuple[int, int, int],
     block: int = THREADS,
-    shared_bytes: int = 0,
 ) -> None:
     """Queue a kernel on torch's current stream of the tensors' device. Does not synchronize.
 
     ``kernel`` is one of ``source.kernels``, ``grid`` the number of thread blocks (nothing is
-    launched if it is 0), ``block`` the number of threads per block, and ``shared_bytes`` the size
-    of the dynamic shared memory. Tensors must be contiguous and on one device. They may be freed
-    right after the call, because torch's allocator follows the order of the stream.
+    launched if it is 0), and ``block`` the number of threads per block. Tensors must be contiguous
+    and on one device. They may be freed right after the call, because torch's allocator follows the
+    order of the stream.
 
     Raises CommHookError if the tensors do not fit, or if the driver rejects the launch.
     """
@@ -87,10 +85,7 @@ def launch(
         raise CommHookError(f"{kernel}: expected tensors on a GPU, found {device}")
     blocks = (grid, 1, 1) if isinstance(grid, int) else grid
     if 0 not in blocks:
-        threads = (block, 1, 1)
-        backend.launch(
-            source, kernel, blocks, threads, shared_bytes, parameters, len(arguments), index
-        )
+        backend.launch(source, kernel, blocks, block, parameters, len(arguments), index)
 
 
 def blocks_for(elements: int, per_block: int = THREADS) -> int:

@@ -38,8 +38,7 @@ class CudaBackend:
         source: Source,
         kernel: str,
         grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
+        block: int,
         parameters: int,
         count: int,  # noqa: ARG002
         device_index: int,
@@ -52,11 +51,11 @@ class CudaBackend:
         cuda.runtime.setDevice(device_index)
         try:
             function = _function(source, kernel, device_index)
-            cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, parameters, 0)
+            cuda.driver.launchKernel(function, *grid, block, 1, 1, 0, stream, parameters, 0)
         except cuda.driver.CUDADriverError as error:
             raise CommHookError(
-                f"{kernel}: cuda:{device_index} refused to launch {grid} blocks of {block} threads "
-                f"with {shared_bytes} bytes of shared memory: {error}"
+                f"{kernel}: cuda:{device_index} refused to launch {grid} blocks of {block} "
+                f"threads: {error}"
             ) from error
         finally:
             if before != device_index:

@@ -481,8 +481,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Ends a step of `halves` half steps, whose factors lie `lefts` and `rights` elements a With the
-// sums over these of the products:
+// Ends a step of `halves` half steps, whose factors lie `lefts` and `rights` elements apart. With
+// the sums over these of the products:
 //
 //   error = error + gradient - own_left·own_right      gradient = mean_left·mean_right
 //

@@ -1,11 +1,13 @@
-"""The CUDA sources of this package, and the names of their kernels."""
+"""The CUDA sources of this package, and the kernels in them that are used."""
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
+
+from commhooks.precision import at_least_float32
 
 DIRECTORY = Path(__file__).parent
 """The directory of the sources, to which their ``#include`` lines are relative."""
@@ -21,6 +23,7 @@ ELEMENTS = TYPES | {
 """Types of gradients and of values on the wire; see element.h."""
 
 
+@cache
 def kernel_name(name: str, *arguments: str | int) -> str:
     """Return the C++ expression of a kernel with these template arguments."""
     template = f"<{', '.join(map(str, arguments))}>" if arguments else ""
@@ -50,3 +53,59 @@ class Source:
         for header in sorted(DIRECTORY.rglob("*.h")):
             digest.update(header.read_bytes())
         return digest.hexdigest()
+
+
+def _of_numbers(*names: str) -> list[str]:
+    return [kernel_name(name, type_) for type_ in TYPES.values() for name in names]
+
+
+_ENCODERS = (
+    *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
+    *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),
+)
+LOWRANK_RANKS = {torch.float32: (8, 16), torch.float64: (16,)}
+"""The highest ranks that products with factors are compiled for; above, torch multiplies."""
+_WIDE = {element: at_least_float32(dtype) for dtype, element in ELEMENTS.items()}
+
+BLOCK_CODEC = Source(
+    "block_codec.cu",
+    (
+        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in TYPES.values()),
+        *(
+            f"decode<{codec}, {number}>"
+            for codec in _ENCODERS
+            if "true" not in codec
+            for number in TYPES.values()
+        ),
+        "find_not_finite",
+    ),
+)
+LOWRANK = Source(
+    "lowrank.cu",
+    (
+        *_of_numbers("orthonormalize", "combine", "message", "average", "keep"),
+        *(kernel_name("apply", TYPES[wide], element) for element, wide in _WIDE.items()),
+        *(
+            kernel_name(name, TYPES[wide], element, highest)
+            for element, wide in _WIDE.items()
+            for name in ("project_left", "project_right")
+            for highest in LOWRANK_RANKS[wide]
+        ),
+    ),
+)
+MASKED = Source("masked.cu", (kernel_name("copy_if"),))
+ROTATION = Source("rotation.cu", tuple(_of_numbers("rotate")))
+SELECTION = Source(
+    "selection.cu",
+    tuple(_of_numbers("begin", "mark", "refine", "count", "list", "add_and_check")),
+)
+SPARSE = Source(
+    "sparse.cu",
+    (
+        *(kernel_name(name) for name in ("count_indices", "unpack", "draw")),
+        *_of_numbers("scatter_add", "correct_momentum"),
+        *(kernel_name(name, element) for element in _WIDE for name in ("pack", "check")),
+        *(kernel_name("store_mean", TYPES[wide], element) for element, wide in _WIDE.items()),
+    ),
+)
+SOURCES = (BLOCK_CODEC, LOWRANK, MASKED, ROTATION, SELECTION, SPARSE)

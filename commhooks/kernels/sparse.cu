@@ -197,30 +197,6 @@ __global__ void __launch_bounds__(kThreads) check(
 
 // ------------------------------------------------------------------------------------- results
 
-// A segment of the result.
-template <typename T>
-struct Segment {
-  T* numbers;
-  i64 begin;
-
-  // Sets all elements to `number`. All threads of a block have to call it.
-  __device__ void fill(T number) const {
-    for (int i = threadIdx.x; i < kSegment; i += kThreads) {
-      numbers[i] = number;
-    }
-    __syncthreads();
-  }
-
-  // Adds the values of one rank, divided by `ranks`. All threads of a block have to call it.
-  template <typename W>
-  __device__ void add(const W* values, const int* indices, const u32* start, T ranks) const {
-    for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
-      numbers[indices[i] - begin] += widen(values[i]) / ranks;
-    }
-    __syncthreads();
-  }
-};
-
 // One block per segment. `mean` becomes the mean over ranks, summed in the order of ranks, or NaN
 // unless `all_finite`. If `error` is not null and `all_finite` is true, `error` becomes `total`,
 // which may share the mean's memory, minus what `own_rank` has sent.
@@ -241,18 +217,30 @@ __global__ void __launch_bounds__(kThreads) store_mean(
     W* mean) {
   constexpr int size = Vector<T>::size;
   __shared__ Vector<T> numbers[kSegment / size];
-  const Segment<T> segment{numbers[0].items, (i64)blockIdx.x * kSegment};
+  T* const sums = numbers[0].items;
+  const i64 begin = (i64)blockIdx.x * kSegment;
   const bool is_finite = *all_finite;
+  // All threads of a block have to call these.
+  const auto fill = [&](T number) {
+    for (int i = threadIdx.x; i < kSegment; i += kThreads) {
+      sums[i] = number;
+    }
+    __syncthreads();
+  };
   const auto add = [&](i64 rank, T divisor) {
     const W* const values = values_of<W>(messages, pitch, values_at, rank);
+    const int* const own = indices + rank * capacity;
     const u32* const start = starts + rank * (gridDim.x + 1ll) + blockIdx.x;
-    segment.add(values, indices + rank * capacity, start, divisor);
+    for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
+      sums[own[i] - begin] += widen(values[i]) / divisor;
+    }
+    __syncthreads();
   };
   if (error != nullptr && is_finite) {
-    segment.fill(0);
+    fill(0);
     add(own_rank, 1);
     for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {
-      const i64 at = segment.begin + i * size;
+      const i64 at = begin + i * size;
       if (at < numel) {
         Vector<T> left = load(total, at, numel);
         for (int j = 0; j < size; ++j) {
@@ -263,12 +251,12 @@ __global__ void __launch_bounds__(kThreads) store_mean(
     }
     __syncthreads();
   }
-  segment.fill(is_finite ? (T)0 : (T)codecs::float_of(0x7fc00000u));
+  fill(is_finite ? (T)0 : (T)codecs::float_of(0x7fc00000u));
   for (i64 rank = 0; is_finite && rank < ranks; ++rank) {
     add(rank, (T)ranks);
   }
   for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {
-    const i64 at = segment.begin + i * size;
+    const i64 at = begin + i * size;
     if (at < numel) {
       store_as(mean, at, numel, numbers[i]);
     }

@@ -1,6 +1,6 @@
 #include "host/sums.h"
 
-#include "packing/half.h"
+#include "packing/elements.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -31,18 +31,16 @@ struct Direct {
   }
 };
 
-using Conversion = void (*)(const void*, void*, int64_t, double);
-
-template <Conversion to_float, Conversion from_float>
+template <typename Half>
 struct Converted {
-  using Stored = uint16_t;
+  using Stored = Half;
   using Accumulator = float;
-  static const float* read(const uint16_t* in, float* room, int64_t numel) {
-    to_float(in, room, numel, 1.0);
+  static const float* read(const Half* in, float* room, int64_t numel) {
+    convert_elements<Half, float>(in, room, numel, 1.0);
     return room;
   }
-  static void write(const float* in, uint16_t* out, int64_t numel, double scale) {
-    from_float(in, out, numel, scale);
+  static void write(const float* in, Half* out, int64_t numel, double scale) {
+    convert_elements<float, Half>(in, out, numel, scale);
   }
 };
 
@@ -95,19 +93,11 @@ void sum(
     int64_t numel,
     c10::ScalarType dtype,
     double scale) {
-  switch (dtype) {
-    case c10::kFloat:
-      return sum_as<Direct<float>>(sources, destination, numel, scale);
-    case c10::kDouble:
-      return sum_as<Direct<double>>(sources, destination, numel, scale);
-    case c10::kHalf:
-      return sum_as<Converted<half_to_float, float_to_half>>(sources, destination, numel, scale);
-    case c10::kBFloat16:
-      return sum_as<Converted<bfloat16_to_float, float_to_bfloat16>>(
-          sources, destination, numel, scale);
-    default:
-      TORCH_INTERNAL_ASSERT(false, "Packing does not take ", dtype);
-  }
+  with_type(dtype, [&]<typename T>() {
+    constexpr bool is_half = sizeof(T) == 2;
+    using Format = std::conditional_t<is_half, Converted<T>, Direct<T>>;
+    sum_as<Format>(sources, destination, numel, scale);
+  });
 }
 
 }  // namespace commhooks

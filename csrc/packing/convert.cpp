@@ -1,17 +1,13 @@
 #include "packing/convert.h"
 
-#include "packing/half.h"
-#include "shared/instruction_sets.h"
+#include "packing/elements.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <type_traits>
+#include <limits>
 
 namespace commhooks {
 namespace {
@@ -24,94 +20,32 @@ constexpr int64_t kTileElements = 1 << 11;
 
 using Kernel = void (*)(const void* source, void* destination, int64_t numel, double scale);
 
-// The general case, one element at a time; the common pairs have faster kernels in half.cpp.
-template <typename From, typename To>
-void convert_elements(const void* source, void* destination, int64_t numel, double scale) {
-  using Math =
-      std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
-  const auto* in = static_cast<const From*>(source);
-  auto* out = static_cast<To*>(destination);
-  const auto factor = static_cast<Math>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    out[i] = static_cast<To>(static_cast<Math>(in[i]) * factor);
-  }
-}
-
-template <typename From>
-Kernel kernel_from(c10::ScalarType to) {
-  switch (to) {
-    case c10::kDouble:
-      return convert_elements<From, double>;
-    case c10::kFloat:
-      return convert_elements<From, float>;
-    case c10::kHalf:
-      return convert_elements<From, c10::Half>;
-    case c10::kBFloat16:
-      return convert_elements<From, c10::BFloat16>;
-    default:
-      TORCH_CHECK(false, "Expected a floating type to convert to, found ", to, ".");
-  }
-}
-
 Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to) {
-  if (from == c10::kFloat && to == c10::kFloat) {
-    return scale_float;
-  }
-  if (from == c10::kFloat && to == c10::kBFloat16) {
-    return float_to_bfloat16;
-  }
-  if (from == c10::kBFloat16 && to == c10::kFloat) {
-    return bfloat16_to_float;
-  }
-  if (from == c10::kFloat && to == c10::kHalf) {
-    return float_to_half;
-  }
-  if (from == c10::kHalf && to == c10::kFloat) {
-    return half_to_float;
-  }
-  switch (from) {
-    case c10::kDouble:
-      return kernel_from<double>(to);
-    case c10::kFloat:
-      return kernel_from<float>(to);
-    case c10::kHalf:
-      return kernel_from<c10::Half>(to);
-    case c10::kBFloat16:
-      return kernel_from<c10::BFloat16>(to);
-    default:
-      TORCH_CHECK(false, "Expected a floating type to convert from, found ", from, ".");
-  }
-}
-
-// Infinities and NaN have an exponent with all bits set.
-template <typename Bits>
-bool exponents_below(Bits exponent, const void* numbers, int64_t numel) {
-  const auto* bytes = static_cast<const char*>(numbers);
-  return on_widest([=](auto) COMMHOOKS_ALWAYS_INLINE {
-    Bits found = 0;
-    for (int64_t i = 0; i < numel; ++i) {
-      Bits bits;
-      std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
-      found |= static_cast<Bits>((bits & exponent) == exponent);
-    }
-    return found == 0;
+  return with_type(from, [&]<typename From>() {
+    return with_type(to, []<typename To>() -> Kernel { return convert_elements<From, To>; });
   });
 }
 
-// Whether `numel` consecutive numbers are finite.
+// Whether `numel` consecutive numbers are finite. Infinity and NaN have an exponent with all bits
+// set, and infinity no other bits.
 bool all_finite(const void* numbers, int64_t numel, c10::ScalarType type) {
-  switch (type) {
-    case c10::kDouble:
-      return exponents_below<uint64_t>(0x7ff0000000000000u, numbers, numel);
-    case c10::kFloat:
-      return exponents_below<uint32_t>(0x7f800000u, numbers, numel);
-    case c10::kHalf:
-      return exponents_below<uint16_t>(0x7c00u, numbers, numel);
-    case c10::kBFloat16:
-      return exponents_below<uint16_t>(0x7f80u, numbers, numel);
-    default:
-      TORCH_CHECK(false, "Expected a floating type, found ", type, ".");
-  }
+  return with_type(type, [&]<typename T>() {
+    using Bits = std::conditional_t<
+        sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
+    const T infinity = std::numeric_limits<T>::infinity();
+    Bits exponent;
+    std::memcpy(&exponent, &infinity, sizeof(exponent));
+    const auto* bytes = static_cast<const char*>(numbers);
+    return on_widest([=](auto) COMMHOOKS_ALWAYS_INLINE {
+      Bits found = 0;
+      for (int64_t i = 0; i < numel; ++i) {
+        Bits bits;
+        std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
+        found |= static_cast<Bits>((bits & exponent) == exponent);
+      }
+      return found == 0;
+    });
+  });
 }
 
 // Converts consecutive numbers. If asked to check, `run` returns whether all written numbers are
@@ -151,8 +85,8 @@ class Conversion {
     const bool streams = streams_ && !is_in_place;
     const auto bytes = static_cast<size_t>(numel * to_size_);
     if (!copies_) {
-      const bool has_streaming = kernel_ == scale_float;
-      const Kernel kernel = streams && has_streaming ? scale_float_streaming : kernel_;
+      const bool has_streaming = kernel_ == convert_elements<float, float>;
+      const Kernel kernel = streams && has_streaming ? scale_streaming : kernel_;
       kernel(source, destination, numel, scale_);
     } else if (streams) {
       stream_bytes(source, destination, bytes);

@@ -2,21 +2,39 @@
 
 #include "packing/convert.h"
 #include "shared/finite.h"
-#ifdef COMMHOOKS_WITH_CUDA
-#include "packing/cuda/copier.h"
-#endif
 
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <c10/util/Exception.h>
+#ifdef COMMHOOKS_WITH_CUDA
+#include "packing/cuda/convert.h"
+#include "packing/elements.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <optional>
+#endif
 
 namespace commhooks {
 namespace {
 
-bool has_kernels([[maybe_unused]] c10::Device device) {
+#ifdef COMMHOOKS_WITH_CUDA
+cuda::Element element_of(c10::ScalarType type) {
+  return with_type(type, []<typename T>() {
+    return std::is_same_v<T, double>   ? cuda::Element::fp64
+        : std::is_same_v<T, float>     ? cuda::Element::fp32
+        : std::is_same_v<T, c10::Half> ? cuda::Element::fp16
+                                       : cuda::Element::bf16;
+  });
+}
+#endif
+
+bool has_kernels(c10::Device device) {
 #ifdef COMMHOOKS_WITH_CUDA
   if (device.is_cuda()) {
-    return cuda::has_kernels(device);
+    const c10::OptionalDeviceGuard guard(device.has_index() ? std::optional(device) : std::nullopt);
+    return cuda::has_image();
   }
 #endif
   return device.is_cpu();
@@ -40,7 +58,12 @@ void Copier::copy_pieces(
   bool* const is_finite = finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr;
 #ifdef COMMHOOKS_WITH_CUDA
   if (device_.is_cuda()) {
-    cuda::copy_pieces(device_, pieces, from, to, scale, is_finite);
+    const c10::DeviceGuard guard(device_);
+    const char* const error = cuda::convert(
+        pieces.data(), pieces.size(), element_of(from), element_of(to), scale, is_finite,
+        c10::cuda::getCurrentCUDAStream(device_.index()).stream());
+    TORCH_CHECK(
+        error == nullptr, "The kernel that copies gradients could not be launched: ", error);
     return;
   }
 #endif

@@ -199,18 +199,6 @@ Key<T> write_largest(
   return smallest;
 }
 
-// Returns the `count` largest of the ascending `candidates`; among equal ones, the first.
-template <typename T>
-at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t count) {
-  if (candidates.numel() == count) {
-    return candidates;
-  }
-  at::Tensor kept = empty_indices(count);
-  const std::span from(candidates.data_ptr<int32_t>(), candidates.numel());
-  write_largest<T>(gradient, from, count, kept.data_ptr<int32_t>());
-  return kept;
-}
-
 // Adds the first zeros to `found`, which has all non-zeros, until there are `count` indices.
 at::Tensor add_zeros(const at::Tensor& found, int64_t count) {
   const auto* from = found.data_ptr<int32_t>();
@@ -244,7 +232,13 @@ at::Tensor largest(T* gradient, const T* error, int64_t numel, int64_t count) {
     marks = Marks(gradient, static_cast<const T*>(nullptr), numel, std::max<Key<T>>(exact, 1));
   }
   const at::Tensor found = marks.indices();
-  return marks.count() < count ? add_zeros(found, count) : keep_largest(gradient, found, count);
+  if (marks.count() <= count) {
+    return marks.count() == count ? found : add_zeros(found, count);
+  }
+  at::Tensor kept = empty_indices(count);
+  const std::span from(found.data_ptr<int32_t>(), static_cast<size_t>(found.numel()));
+  write_largest<T>(gradient, from, count, kept.data_ptr<int32_t>());
+  return kept;
 }
 
 // Selects from chunks one after the other. Neighbors are alike, so a bound from the previous chunk

@@ -9,8 +9,8 @@ from support.lockstep import lockstep, make_bucket
 from torch import Tensor
 
 from commhooks.algorithms.sparse import demo
-from commhooks.algorithms.sparse.base import gather_bytes
 from commhooks.algorithms.sparse.demo import DeMo, dct_matrix, from_frequencies, to_frequencies
+from commhooks.algorithms.sparse.messages import gather_bytes
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "vector": (13,),

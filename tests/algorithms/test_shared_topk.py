@@ -7,7 +7,7 @@ import torch
 from support.lockstep import lockstep, make_bucket
 
 from commhooks.algorithms.sparse import shared_topk
-from commhooks.algorithms.sparse.base import gather_bytes
+from commhooks.algorithms.sparse.messages import gather_bytes
 from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.comm.wire import all_reduce_bytes
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from commhooks import fallback, native
 from commhooks.algorithms.sparse import selection
-from commhooks.algorithms.sparse.base import SparseVector, write_message
+from commhooks.algorithms.sparse.messages import SparseVector, write_message
 from commhooks.codecs.block import BlockCodec, rotate
 from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 from commhooks.codecs.index_code import IndexCode
+from commhooks.kernels.launcher import blocks_for, launch
+from commhooks.kernels.source import SPARSE, kernel_name
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 SEED = 2**63 + 12345
@@ -155,7 +157,10 @@ def test_index_code(implementation: str, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("drawn/")])
 def test_drawn_indices(implementation: str, name: str) -> None:
     numel, _, rotation = map(int, name.split("/")[1].split())
-    draw = selection.kernels.draw_indices if implementation == "CUDA" else native.draw_indices
     found = torch.zeros_like(golden(name))
-    draw(SEED - 2**63, rotation, numel, found)
+    if implementation == "CUDA":
+        arguments = (SEED - 2**63, rotation, numel, len(found), found)
+        launch(SPARSE, kernel_name("draw"), arguments, grid=blocks_for(len(found)))
+    else:
+        native.draw_indices(SEED - 2**63, rotation, numel, found)
     assert torch.equal(found, golden(name))

@@ -9,12 +9,11 @@ exceeds the bounds in report.py.
 
 import sys
 from collections.abc import Iterable
-from importlib import import_module
 from itertools import groupby
 
 from commhooks.errors import CommHookError
 from commhooks.kernels.nvrtc import compile_source, nvrtc
-from commhooks.kernels.source import DIRECTORY, Source
+from commhooks.kernels.source import SOURCES, Source
 from cuda_compile.nvcc import compile_with_nvcc, find_nvcc
 from cuda_compile.report import MOST_REGISTERS, Usage, usages
 
@@ -31,7 +30,7 @@ def main() -> int:
             return 0
         found = [
             (source.file, compiler, arch, usage)
-            for source in _sources()
+            for source in SOURCES
             for compiler in compilers
             for arch in ARCHITECTURES
             for usage in _compile(compiler, source, arch)
@@ -46,13 +45,6 @@ def main() -> int:
     if failed:
         print(f"\nspilled, or more than {MOST_REGISTERS} registers: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-def _sources() -> list[Source]:
-    return [
-        import_module(f"commhooks.kernels.{path.stem}").SOURCE
-        for path in sorted(DIRECTORY.glob("*.cu"))
-    ]
 
 
 def _has_nvrtc() -> bool:

@@ -9,7 +9,6 @@ cuda_emulation.h describes what is checked.
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -58,8 +57,7 @@ class Emulation:
         source: Source,
         kernel: str,
         grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
+        block: int,
         parameters: int,
         count: int,
         device_index: int,
@@ -68,9 +66,8 @@ class Emulation:
         run = library[f"launch_{source.kernels.index(kernel)}"]
         dimensions = ctypes.c_uint * 3
         error = ctypes.create_string_buffer(1000)
-        if run(count, dimensions(*grid), dimensions(*block), ctypes.c_size_t(shared_bytes),
-               int(self.is_backward), ctypes.c_void_p(parameters), error,
-               ctypes.c_size_t(len(error))):  # fmt: skip
+        if run(count, dimensions(*grid), dimensions(block, 1, 1), int(self.is_backward),
+               ctypes.c_void_p(parameters), error, ctypes.c_size_t(len(error))):  # fmt: skip
             raise EmulationError(f"{source.file}, {kernel}: {error.value.decode()}")
 
 
@@ -103,17 +100,13 @@ def compiled(source: Source, flags: tuple[str, ...] = ()) -> Path:
 
 def translation_unit(source: Source) -> str:
     """Return the text of the file, followed by a C function for each of its kernels."""
-    # C++ has no counterpart of this declaration.
-    dynamic = re.compile(r"extern\s+__shared__\s+([^;]+?)\s*(\w+)\[\];")
-    text = dynamic.sub(
-        r"\1* const \2 = static_cast<\1*>(emulation::dynamic_shared());", source.path.read_text()
-    )
+    text = source.path.read_text()
     lines = ['#include "cuda_emulation.h"', f'#line 1 "{source.file}"', text, '#line 1 "launches"']
     lines += [
         f"""extern "C" __attribute__((visibility("default"))) int launch_{number}(
-                int count, const unsigned* grid, const unsigned* block, size_t shared_bytes,
+                int count, const unsigned* grid, const unsigned* block,
                 int is_backward, void** arguments, char* error, size_t room) {{
-              return emulation::launch({kernel}, count, grid, block, shared_bytes, is_backward,
+              return emulation::launch({kernel}, count, grid, block, is_backward,
                                        arguments, error, room);
             }}"""
         for number, kernel in enumerate(source.kernels)

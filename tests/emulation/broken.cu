@@ -3,7 +3,7 @@
 namespace {
 
 __global__ void sum_by_halves(float* values, long long count) {
-  extern __shared__ float sums[];
+  __shared__ float sums[128];
   const int thread = (int)threadIdx.x;
   sums[thread] = thread < count ? values[blockIdx.x * count + thread] : 0.0f;
   __syncthreads();

@@ -36,7 +36,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
-#define __shared__ static  // one block runs at a time; `extern __shared__` is rewritten beforehand
+#define __shared__ static  // one block runs at a time
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -109,7 +109,6 @@ struct Machine {
   Thread* running = nullptr;
   ucontext_t scheduler;
   std::function<void()> kernel;
-  std::vector<std::max_align_t> dynamic_shared;
   bool is_backward = false;
   std::string error;
 };
@@ -122,10 +121,6 @@ inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 inline constexpr int warpSize = emulation::kWarp;
 
 namespace emulation {
-
-inline void* dynamic_shared() {
-  return machine.dynamic_shared.data();
-}
 
 inline std::string name_of(const Thread& thread) {
   const auto place = [](const dim3& i) {
@@ -239,9 +234,7 @@ inline void report_divergence() {
                                 : "; " + name_of(*other);
 }
 
-inline bool run_block(size_t shared_bytes) {
-  machine.dynamic_shared.resize(shared_bytes / sizeof(std::max_align_t) + 1);
-  std::memset(machine.dynamic_shared.data(), 0xA5, shared_bytes);
+inline bool run_block() {
   for (unsigned i = 0; i < machine.thread_count; ++i) {
     start(machine.threads[i], i);
   }
@@ -257,7 +250,7 @@ inline bool run_block(size_t shared_bytes) {
   return true;
 }
 
-inline bool run_grid(dim3 grid, dim3 block, size_t shared_bytes) {
+inline bool run_grid(dim3 grid, dim3 block) {
   gridDim = grid;
   blockDim = block;
   machine.thread_count = block.x * block.y * block.z;
@@ -270,7 +263,7 @@ inline bool run_grid(dim3 grid, dim3 block, size_t shared_bytes) {
     blockIdx = {
         static_cast<unsigned>(number % grid.x), static_cast<unsigned>(number / grid.x % grid.y),
         static_cast<unsigned>(number / grid.x / grid.y)};
-    if (!run_block(shared_bytes)) {
+    if (!run_block()) {
       return false;
     }
   }
@@ -290,7 +283,6 @@ int launch(
     int argument_count,
     const unsigned* grid,
     const unsigned* block,
-    size_t shared_bytes,
     int is_backward,
     void** arguments,
     char* error,
@@ -308,7 +300,7 @@ int launch(
     machine.error = "the block or the grid is larger than a GPU allows";
   } else {
     machine.kernel = [&] { call(kernel, arguments, std::index_sequence_for<Parameters...>()); };
-    run_grid({grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes);
+    run_grid({grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]});
   }
   std::snprintf(error, room, "%s", machine.error.c_str());
   return machine.error.empty() ? 0 : 1;

@@ -10,8 +10,8 @@ from support.sparse_vectors import choose, gathered, random_vector, written
 from torch import Tensor
 
 from commhooks.algorithms.lowrank.matrix_plan import Side
-from commhooks.algorithms.sparse.base import SparseVector, write_message
 from commhooks.algorithms.sparse.dgc import correct_momentum
+from commhooks.algorithms.sparse.messages import SparseVector, write_message
 from commhooks.algorithms.sparse.selection import (
     add_and_check,
     draw_indices,

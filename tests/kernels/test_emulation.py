@@ -21,9 +21,7 @@ def test_blocks_and_threads_work_together(is_backward):
     values = torch.arange(300.0)
     expected = values.view(3, 100).sum(1)
     with emulated(is_backward):
-        kernels.launch(
-            BROKEN, "sum_by_halves", (values, 100), grid=3, block=128, shared_bytes=4 * 128
-        )
+        kernels.launch(BROKEN, "sum_by_halves", (values, 100), grid=3, block=128)
     assert torch.equal(values[::100], expected)
 
 

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_compile import __main__ as check
 from cuda_compile.report import Usage, usages
 from emulation import LocalSource
 
 from commhooks import CommHookError
 from commhooks.kernels import loader, nvrtc
-from commhooks.kernels.source import DIRECTORY
+from commhooks.kernels.source import DIRECTORY, SOURCES
 
 LOG = """
 ptxas info    : 0 bytes gmem
@@ -44,7 +43,7 @@ def test_report_parses_the_output_of_ptxas():
 
 
 def test_every_cuda_source_is_checked():
-    assert {source.path for source in check._sources()} == set(DIRECTORY.glob("*.cu"))
+    assert {source.path for source in SOURCES} == set(DIRECTORY.glob("*.cu"))
 
 
 @pytest.mark.usefixtures("_has_nvrtc")
@@ -86,7 +85,7 @@ def test_a_refused_launch_is_a_hook_error(monkeypatch):
     monkeypatch.setattr(loader, "_function", lambda *_: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     with pytest.raises(CommHookError, match=r"cuda:1 refused to launch .*INVALID_VALUE"):
-        loader.CudaBackend().launch(SUMS, "f", (1, 1, 1), (99999, 1, 1), 0, 0, 0, 1)
+        loader.CudaBackend().launch(SUMS, "f", (1, 1, 1), 99999, 0, 0, 1)
     assert chosen == [1, 0]
 
 

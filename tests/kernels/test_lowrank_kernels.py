@@ -16,7 +16,8 @@ from support.matrix_buckets import (
 )
 from torch import Tensor
 
-from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, project_batch
+from commhooks.algorithms.lowrank.compressor import HalfStep, project_batch
+from commhooks.algorithms.lowrank.kernel_compressor import make_compressor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.testing.compare import same_bits
 
@@ -142,7 +143,7 @@ def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
     buffer = numbers.to(dtype)
     nothing = numbers[:0]
     with emulated():
-        compressor = Compressor(plan, buffer, {}, kept_sides=(), error_feedback=False, seed=0)
+        compressor = make_compressor(plan, buffer, {}, kept_sides=(), error_feedback=False, seed=0)
         widened = compressor.project(Side.LEFT, buffer, nothing, has_exact=True)
         assert same_bits(widened.nan_to_num(9.0), buffer.float().nan_to_num(9.0))
         narrowed = torch.empty_like(buffer)
@@ -312,7 +313,7 @@ def test_messages_and_their_average(numel, dtype, is_emulated):
     plan = MatrixPlan((), ((0, numel),), ())
     largest = torch.finfo(dtype).max / 2**16
     with emulated() if is_emulated else nullcontext():
-        compressor = Compressor(plan, own, {}, kept_sides=(), error_feedback=False, seed=0)
+        compressor = make_compressor(plan, own, {}, kept_sides=(), error_feedback=False, seed=0)
         total, finite = compressor.message(Side.LEFT, own, None)
         assert torch.equal(total, own)
         assert total.data_ptr() != own.data_ptr() or numel == 0
@@ -361,7 +362,10 @@ def test_vectors_of_zeros_are_not_kept(side, is_emulated):
 def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, shapes, count, dtype):
     """Three for the bases, if there are tall factors."""
     launched = []
-    monkeypatch.setattr("commhooks.kernels.lowrank.launch", lambda *a, **_: launched.append(a[1]))
+    monkeypatch.setattr(
+        "commhooks.algorithms.lowrank.kernel_compressor.launch",
+        lambda *a, **_: launched.append(a[1]),
+    )
     with emulated():
         bucket = Bucket(shapes, dtype)
         compressor = bucket.compressor()

@@ -11,8 +11,8 @@ from support.matrix_buckets import every_kernel as every_lowrank_kernel
 from support.sparse_vectors import gathered, random_vector, written
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import SparseVector, write_message
 from commhooks.algorithms.sparse.dgc import correct_momentum
+from commhooks.algorithms.sparse.messages import SparseVector, write_message
 from commhooks.algorithms.sparse.selection import (
     draw_indices,
     scatter_add,

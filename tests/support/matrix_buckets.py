@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep
+from commhooks.algorithms.lowrank.kernel_compressor import make_compressor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixBatch, MatrixPlan, Side
 
 DTYPES = [torch.float32, torch.float64]
@@ -47,7 +48,7 @@ class Bucket:
 
     def compressor(self) -> Compressor:
         """Another one with the same errors; it runs kernels if it is made where they run."""
-        return Compressor(
+        return make_compressor(
             self.plan,
             self.buffer,
             self._state,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import (
+from commhooks.algorithms.sparse.messages import (
     GatheredVectors,
     SparseVector,
     gather,

@@ -208,13 +208,7 @@ class Auto(KnowsModel, CommHook):
         """Return what the hooks of a fixed plan send; otherwise it depends on what is measured."""
         if self._measuring is not None:
             return None
-        hooks = list(self._hooks.values())
-        costs = [
-            hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
-            for i, part in self._table.parts(bucket)
-        ]
-        known = [cost for cost in costs if cost is not None]
-        return sum(known) if len(known) == len(costs) else None
+        return self._table.wire_bytes(list(self._hooks.values()), bucket, size)
 
     def recover(self) -> None:
         super().recover()

@@ -14,16 +14,13 @@ all batches are one flat tensor, and so is what is sent:
     | factors of batch 0 | factors of batch 1 | ... | exact range 0 | exact range 1 | ...
       (k, n, r) or (k, r, m)                          only in the first half step
 
-On a GPU with CuPy each method of :class:`Compressor` is one launch for all batches, see
-kernels/lowrank.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions
-with one pass over the memory each, everything else through torch's products. Nothing here
-synchronizes a device.
+:class:`Compressor` goes batch by batch: float32 on the CPU through compiled functions with one pass
+over the memory each, everything else through torch's products. On a GPU with CuPy each method is
+one launch for all batches: kernel_compressor.py. Nothing here synchronizes a device.
 """
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,10 +30,8 @@ from commhooks import native
 from commhooks.algorithms.bucket_memory import adopt
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, select
-from commhooks.errors import CommHookError
 from commhooks.hook.base import TensorState
-from commhooks.kernels import backend_of, require
-from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
+from commhooks.kernels import backend_of
 from commhooks.precision import at_least_float32
 
 # A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use
@@ -62,6 +57,12 @@ class HalfStep(NamedTuple):
     def mean_factor(self, side: Side) -> Tensor:
         """Return P or Q of the mean over ranks."""
         return self.mean if side is self.side else self.basis
+
+
+def factors_of(halves: Sequence[HalfStep]) -> list[list[Tensor]]:
+    """Return P and Q of what this rank sent, then those of the means, of each half step."""
+    own = [[half.own_factor(side) for half in halves] for side in Side]
+    return own + [[half.mean_factor(side) for half in halves] for side in Side]
 
 
 class Compressor:
@@ -94,9 +95,6 @@ class Compressor:
         for side in kept_sides:
             self.factors[side] = self.draw_factors(side, seed)
             adopt(state, side.name.lower(), plan.factor_entries(side, self.factors[side]))
-        self._kernels: MatrixKernels | None = None
-        if _runs_kernels(plan, buffer):
-            self._kernels = MatrixKernels(list(_matrices(plan)), buffer, self._like)
 
     def draw_factors(self, side: Side, seed: int, step: int = 0) -> Tensor:
         """Return random factors, which depend on the arguments and the keys of matrices only.
@@ -112,8 +110,6 @@ class Compressor:
 
     def orthonormalize(self, side: Side, factors: Tensor) -> Tensor:
         """Return orthonormal bases of the columns of each P, or of the rows of each Q."""
-        if self._kernels is not None:
-            return self._kernels.orthonormalize(side, factors)
         bases = factors.new_empty(self.plan.factor_elements[side])
         for factor, basis in zip(*self._views(side, factors, bases), strict=True):
             basis.copy_(orthonormal_basis(side, factor))
@@ -125,8 +121,6 @@ class Compressor:
         :meth:`message` completes them. ``has_exact``: the exact ranges follow.
         """
         sent = self.plan.sent_elements(side, has_exact=has_exact)
-        if self._kernels is not None and self._kernels.multiplies:
-            return self._kernels.project(side, self.error, buffer, basis, sent)
         own = basis.new_empty(sent)
         matrices = zip(
             self._errors,
@@ -156,7 +150,10 @@ class Compressor:
             deflate_batch(side, P, Q, of_batch, out)
 
     def message(
-        self, side: Side, own: Tensor, earlier: Tensor | None
+        self,
+        side: Side,  # noqa: ARG002
+        own: Tensor,
+        earlier: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return a copy of ``own`` to be summed over ranks, and the flag for :meth:`average`.
 
@@ -164,21 +161,12 @@ class Compressor:
         ranges. In ``own`` and the copy, numbers so large that products with them could overflow on
         one rank only become NaN.
         """
-        if self._kernels is not None:
-            sent = self.plan.sent_elements(side, has_exact=earlier is None)
-            fresh = own.new_empty((), dtype=torch.bool) if earlier is None else None
-            total = self._kernels.message(side, own, sent, fresh)
-            return total, fresh if earlier is None else earlier
         largest = torch.finfo(own.dtype).max / 2**16
         own.masked_fill_(own.abs() > largest, torch.nan)
         return own.clone(), earlier
 
     def average(self, total: Tensor, ranks: int, earlier: Tensor | None) -> Tensor:
         """Turn a sum into the mean, in place; return whether it and all before it are finite."""
-        if self._kernels is not None:
-            assert earlier is not None
-            self._kernels.average(total, ranks, earlier)
-            return earlier
         is_finite = all_finite(total.div_(ranks))
         return is_finite if earlier is None else is_finite & earlier
 
@@ -191,16 +179,13 @@ class Compressor:
         follow the factors of ``first``. If ``all_finite`` is false, which on the CPU it never is, E
         stays as it is and G becomes NaN.
         """
-        own = [[half.own_factor(side) for half in sent] for side in Side]
-        mean = [[half.mean_factor(side) for half in sent] for side in Side]
-        if self._kernels is not None:
-            exact = first.mean, first.side
-            self._kernels.apply(self.error, buffer, own, mean, exact, all_finite)
-            return
         matrices = zip(
             self._errors,
             self.plan.gradients(buffer),
-            *(self._side_by_side(side, factors[side]) for factors in (own, mean) for side in Side),
+            *(
+                self._side_by_side(side, factors)
+                for side, factors in zip((*Side, *Side), factors_of(sent), strict=True)
+            ),
             strict=True,
         )
         for E, G, P, Q, mean_P, mean_Q in matrices:
@@ -219,9 +204,6 @@ class Compressor:
         false all stay.
         """
         side, kept = half.side, self.factors[half.side]
-        if self._kernels is not None:
-            self._kernels.keep(side, half.mean, kept, all_finite)
-            return
         dim = -2 if side is Side.LEFT else -1
         for new, old in zip(*self._views(side, half.mean, kept), strict=True):
             is_alive = (new != 0).any(dim=dim, keepdim=True)
@@ -337,32 +319,3 @@ def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:
     for i in range(k):
         for row in range(0, n, step):
             yield slice(i, i + 1), slice(row, min(row + step, n))
-
-
-def _matrices(plan: MatrixPlan) -> Iterator[Matrix]:
-    """Yield those of all batches, and then the exact ranges, as kernels need them."""
-    error = left = right = 0
-    for batch in plan.batches:
-        n, m, r = batch.rows, batch.columns, batch.rank
-        for i in range(len(batch.keys)):
-            yield Matrix(batch.offset + i * batch.spacing, error, left, right, n, m, r)
-            error, left, right = error + n * m, left + n * r, right + r * m
-    for start, stop in plan.exact:
-        yield Matrix(start, 0, left, right, 1, stop - start, 0)
-        left, right = left + stop - start, right + stop - start
-
-
-def _runs_kernels(plan: MatrixPlan, buffer: Tensor) -> bool:
-    largest = max((batch.rank for batch in plan.batches), default=0)
-    return backend_of(buffer) is not None and largest <= MAX_RANK and _has_cupy(buffer.device)
-
-
-@cache
-def _has_cupy(device: torch.device) -> bool:
-    """Return whether kernels can run there; warn once if not."""
-    try:
-        require(device)
-    except CommHookError as error:
-        warnings.warn(f"low-rank compression goes through torch, slower: {error}", stacklevel=2)
-        return False
-    return True

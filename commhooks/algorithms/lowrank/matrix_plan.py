@@ -16,8 +16,6 @@ RankRule = Callable[[int, int], int]
 """The rank r at which a matrix of n rows and m columns is compressed; 0 to send it uncompressed."""
 
 _Shape = tuple[int, int, int]
-_Place = tuple[_Shape, _Shape, int]
-"""Shape, strides and start of a tensor within a flat one."""
 
 
 class Side(IntEnum):
@@ -111,21 +109,24 @@ class MatrixPlan:
 
     def gradients(self, buffer: Tensor) -> list[Tensor]:
         """Return the matrices of each batch in the flat ``buffer``, (k, n, m)."""
-        return _views(buffer, self._gradient_places)
+        first = buffer.storage_offset()
+        return [
+            buffer.as_strided(b.shape, (b.spacing, b.columns, 1), first + b.offset)
+            for b in self.batches
+        ]
 
     def errors(self, flat: Tensor) -> list[Tensor]:
         """Return the errors of each batch, (k, n, m)."""
-        return _views(flat, self._error_places)
+        return _consecutive(flat, [batch.shape for batch in self.batches])
 
     def factors(self, side: Side, flat: Tensor) -> list[Tensor]:
         """Return the factors of each batch, (k, n, r) or (k, r, m)."""
-        return _views(flat, self._factor_places[side])
+        return _consecutive(flat, [batch.factor_shape(side) for batch in self.batches])
 
     def error_entries(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Return all parts of the flat errors, with their keys."""
-        sizes = [math.prod(shape) for _, shape in self.error_shapes]
-        parts = zip(self.error_shapes, flat.split_with_sizes(sizes), strict=True)
-        return [(key, part.view(shape)) for (key, shape), part in parts]
+        keys, shapes = zip(*self.error_shapes, strict=True) if self.error_shapes else ((), ())
+        return list(zip(keys, _consecutive(flat, shapes), strict=True))
 
     def factor_entries(self, side: Side, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Return the factor of each matrix, with its key."""
@@ -171,31 +172,16 @@ class MatrixPlan:
         ends = [0, *chain.from_iterable(self.exact)]
         return [*(end - start for start, end in pairwise(ends)), ends[-1]]
 
-    @cached_property
-    def _gradient_places(self) -> list[_Place]:
-        return [(b.shape, (b.spacing, b.columns, 1), b.offset) for b in self.batches]
 
-    @cached_property
-    def _error_places(self) -> list[_Place]:
-        return _consecutive(batch.shape for batch in self.batches)
-
-    @cached_property
-    def _factor_places(self) -> list[list[_Place]]:
-        return [_consecutive(batch.factor_shape(side) for batch in self.batches) for side in Side]
-
-
-def _views(flat: Tensor, places: Iterable[_Place]) -> list[Tensor]:
-    first = flat.storage_offset()
-    return [flat.as_strided(shape, strides, first + start) for shape, strides, start in places]
-
-
-def _consecutive(shapes: Iterable[_Shape]) -> list[_Place]:
-    places: list[_Place] = []
+def _consecutive(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Return views of these shapes, one behind the other, of the beginning of a flat tensor."""
+    views: list[Tensor] = []
     start = 0
-    for k, i, j in shapes:
-        places.append(((k, i, j), (i * j, j, 1), start))
-        start += k * i * j
-    return places
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        views.append(flat[start:stop].view(tuple(shape)))
+        start = stop
+    return views
 
 
 def _append(batches: list[list[tuple[str, int]]], name: str, offset: int) -> None:

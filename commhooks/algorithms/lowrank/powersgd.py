@@ -59,6 +59,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, draw_factor
+from commhooks.algorithms.lowrank.kernel_compressor import make_compressor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side, matrix_shape
 from commhooks.codecs.finite import is_known_false
 from commhooks.comm.communicator import Communicator
@@ -183,7 +184,7 @@ class PowerSGD(CommHook):
         return compressor
 
     def _make_compressor(self, bucket: GradBucket) -> Compressor:
-        return Compressor(
+        return make_compressor(
             self._plan(bucket),
             bucket.buffer(),
             self.state,

@@ -20,6 +20,21 @@ A block with a number that is not finite has a scale that is not finite. It pass
 message into the average, and from there to all ranks: Note [All finite] in codecs/finite.py. Until
 they have looked at it, the gradients' memory holds the residuals.
 
+Note [Two errors]
+~~~~~~~~~~~~~~~~~
+With error feedback, the errors of a rank's own numbers and of the averages of its part are added to
+the numbers that are encoded at the same position in the next step (Tang et al. 2019, DoubleSqueeze,
+algorithm 1). Then, summed over any number of steps, and with means over the ranks:
+
+    results + mean of own errors + errors of averages = mean gradients
+
+``state[parameter]["error"]`` is this rank's own error, in the parameter's shape. If this rank
+averages elements of the parameter, ``"average_error"`` is the flat error of these averages, and
+``"average_start"`` the position of the first of them in the parameter's memory. Which elements a
+rank averages depends on the buckets and on the number of ranks. When it changes, errors of averages
+are multiplied by the number of ranks and added to this rank's own errors, so that they contribute
+to the mean in full.
+
 Note [Errors that do not grow]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Error feedback adds the part of a gradient g that was not sent to the next gradient. If a hook
@@ -44,14 +59,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.quantized.error_memory import ErrorMemory, part_length, part_of
+from commhooks.algorithms.bucket_memory import (
+    BucketMemory,
+    PerBucketCache,
+    part_length,
+    part_of,
+)
 from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.finite import copy_if
+from commhooks.codecs.formats import Format
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, TensorState
 from commhooks.hook.state import StateField
 from commhooks.kernels import require
-from commhooks.kernels.block_codec import Format
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -80,7 +100,8 @@ class Quantized(CommHook):
         self._average_codec = BlockCodec(
             self.average_format(), self.block_size, rotated=self.rotate
         )
-        self._errors = ErrorMemory()
+        self._own_errors = BucketMemory("error")
+        self._average_errors: PerBucketCache[tuple[slice, Tensor]] = PerBucketCache()
 
     def number_format(self) -> Format:
         """Return the format of each rank's own numbers, as the options specify."""
@@ -110,10 +131,25 @@ class Quantized(CommHook):
             require(device)
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return self._errors.fields(gradient) if self.error_feedback else ()
+        if not self.error_feedback:
+            return ()
+
+        def misfit(entry: Mapping[str, Tensor]) -> str | None:
+            return _misfit(entry, gradient.numel())
+
+        return (
+            self._own_errors.field(gradient),
+            StateField("average_error", "own", (None,), torch.float32, is_optional=True),
+            StateField("average_start", "own", (), torch.int64, is_optional=True, check=misfit),
+        )
 
     def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        self._errors.keep_average(mean, own)
+        """Add the errors of averages: an element counts N times in one of the N own errors."""
+        if "average_error" in own:
+            error, average = mean["error"], own["average_error"]
+            flat = error.as_strided((error.numel(),), (1,))  # as the parameter lies in memory
+            start = int(own["average_start"])
+            flat[start : start + average.numel()] += average
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         numel = bucket.buffer().numel()
@@ -131,13 +167,14 @@ class Quantized(CommHook):
             comm.contribution = values.clone()
         if values.numel() == 0:
             return buffer
+        part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
         own_error = average_error = None
         if self.error_feedback:
-            own_error, average_error = self._errors.of(bucket, comm, self.state)
+            own_error = self._own_errors.of(bucket, self.state)
+            average_error = self._average_error(bucket, comm.size, part, own_error)
         keep_residual = self.error_feedback or tells_contribution
         seed = f"{self.seed}:{bucket.key}:{comm.step}:{comm.rank}"
         length = part_length(values.numel(), comm.size)
-        part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
 
         messages = _room(values, comm.size, self._codec.encoded_bytes(length))
         number = _bits(f"{seed}:own")
@@ -165,6 +202,19 @@ class Quantized(CommHook):
             copy_if(finite, average, average_error)
         return buffer if values is buffer else buffer.copy_(values)
 
+    def _average_error(
+        self, bucket: GradBucket, size: int, part: slice, own_error: Tensor
+    ) -> Tensor:
+        """Return the errors of the averages of ``part``, in which a step may store new ones.
+
+        They are float32. Errors of other elements that the state holds are moved to ``own_error``.
+        """
+        kept_part, average = self._average_errors.get(bucket, self.state) or (None, None)
+        if average is None or kept_part != part:
+            average = _rebuild_average_error(bucket, size, part, self.state, own_error)
+            self._average_errors.put(bucket, (part, average))
+        return average
+
 
 @dataclass
 class Biased(Quantized):
@@ -172,6 +222,42 @@ class Biased(Quantized):
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
+
+
+def _rebuild_average_error(
+    bucket: GradBucket, size: int, part: slice, state: TensorState, own: Tensor
+) -> Tensor:
+    """Return the errors of the averages of ``part``, with views of them in ``state``."""
+    average = own.new_zeros(part.stop - part.start, dtype=torch.float32)
+    for name, offset, length in zip(bucket.names, bucket.offsets, bucket.lengths, strict=True):
+        # The elements of the parameter, from its first one, that lie in the part; perhaps none.
+        start = min(max(part.start - offset, 0), length)
+        stop = min(max(part.stop - offset, start), length)
+        begin = offset + start - part.start
+        error = average[begin : begin + stop - start]
+        entry = state[name]
+        if "average_error" in entry:
+            first, kept = int(entry.pop("average_start")), entry.pop("average_error")
+            if (first, first + kept.numel()) == (start, stop):
+                error.copy_(kept)
+            else:
+                first += offset
+                own[first : first + kept.numel()] += size * kept.to(own.device)
+        if error.numel() > 0:
+            entry["average_start"] = torch.tensor(start)
+            entry["average_error"] = error
+    return average
+
+
+def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
+    """Describe what is wrong with a saved error of averages, of a parameter of that size."""
+    if ("average_start" in entry) != ("average_error" in entry):
+        return "expected both 'average_start' and 'average_error', or none of them, found one"
+    if "average_start" in entry:
+        start, count = int(entry["average_start"]), entry["average_error"].numel()
+        if not 0 <= start <= numel - count:
+            return f"expected 0 to {numel - count}, found {start}"
+    return None
 
 
 def _room(values: Tensor, count: int, nbytes: int) -> Tensor:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from commhooks.algorithms.quantized.base import Biased
-from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NVFP4
+from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NVFP4, Format
 from commhooks.hook.registry import register_hook
-from commhooks.kernels.block_codec import Format
 
 
 @register_hook("fp8")

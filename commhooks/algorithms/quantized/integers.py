@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from commhooks.algorithms.quantized.base import Biased
 from commhooks.codecs.block import BlockSize
-from commhooks.codecs.formats import integers
+from commhooks.codecs.formats import Format, integers
 from commhooks.hook.registry import register_hook
-from commhooks.kernels.block_codec import Format
 
 
 @register_hook("int8")

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from commhooks.algorithms.quantized.base import Biased, Quantized
 from commhooks.codecs.block import BlockSize
-from commhooks.codecs.formats import signs
+from commhooks.codecs.formats import Format, signs
 from commhooks.hook.registry import register_hook
-from commhooks.kernels.block_codec import Format
 
 
 @register_hook("onebit")

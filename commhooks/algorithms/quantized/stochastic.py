@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 
 from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockSize
-from commhooks.codecs.formats import NATURAL, integers
+from commhooks.codecs.formats import NATURAL, Format, integers
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
-from commhooks.kernels.block_codec import Format
 
 
 @register_hook("qsgd")

@@ -30,8 +30,8 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import (
-    SparseHook,
+from commhooks.algorithms.sparse.base import SparseHook
+from commhooks.algorithms.sparse.messages import (
     SparseVector,
     gather,
     gather_bytes,

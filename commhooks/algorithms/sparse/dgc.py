@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse.base import (
+from commhooks.algorithms.sparse.base import WarmedUp
+from commhooks.algorithms.sparse.messages import (
     SparseVector,
-    WarmedUp,
     gather,
     gather_bytes,
     to_memory_dtype,
@@ -41,8 +41,9 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
-from commhooks.kernels import backend_of
-from commhooks.kernels import sparse as kernels
+from commhooks.kernels import backend_of, launch
+from commhooks.kernels.launcher import streaming_blocks
+from commhooks.kernels.source import SPARSE, TYPES, kernel_name
 from reducer import GradBucket
 
 
@@ -122,4 +123,8 @@ def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum
     """Add ``momentum * velocity`` to ``gradient`` in place; return that plus ``error``."""
     if backend_of(gradient) is None:
         return gradient.add_(velocity, alpha=momentum) + error
-    return kernels.correct_momentum(gradient, velocity, error, momentum)
+    total = torch.empty_like(gradient)
+    arguments = (gradient, velocity, error, float(momentum), gradient.numel(), total)
+    kernel = kernel_name("correct_momentum", TYPES[gradient.dtype])
+    launch(SPARSE, kernel, arguments, grid=streaming_blocks(gradient))
+    return total

@@ -23,7 +23,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import SparseHook, to_memory_dtype
+from commhooks.algorithms.sparse.base import SparseHook
+from commhooks.algorithms.sparse.messages import to_memory_dtype
 from commhooks.algorithms.sparse.selection import (
     add_and_check,
     draw_indices,

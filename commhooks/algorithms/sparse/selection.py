@@ -14,8 +14,18 @@ from torch.nn.functional import pad
 from commhooks import native
 from commhooks.codecs.block import check_numbers
 from commhooks.errors import CommHookError
-from commhooks.kernels import backend_of, selection
-from commhooks.kernels import sparse as kernels
+from commhooks.kernels import backend_of, launch
+from commhooks.kernels.launcher import THREADS, Argument, blocks_for, streaming_blocks
+from commhooks.kernels.source import SELECTION, SPARSE, TYPES, kernel_name
+
+_WORD = 32  # elements per word of marks, as the numbers below those of kernels/selection.cu
+_CHUNK = THREADS * _WORD
+_SAMPLING_THREADS = 1024
+_SAMPLE_BYTES = 64 * _SAMPLING_THREADS
+_DIGIT_BITS = 11
+_STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 56
+_SELECTED = 4  # its position in the state, in words of 64 bits
+_REFINING_BLOCKS = 1024
 
 
 def kept_elements(density: float, numel: int) -> int:
@@ -34,7 +44,16 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
         raise CommHookError(f"expected to select 0 to {gradient.numel()} elements, found {count}")
     if backend_of(gradient) is None:
         return native.select_largest(gradient, error, count)
-    return selection.select_largest(gradient, error, count)
+    indices = gradient.new_empty(count, dtype=torch.int32)
+    if count == 0:
+        add_and_check(gradient, error)
+        return indices
+    selection = _Selection(gradient)
+    selection.mark(error, count, sample_rank=_sample_rank(gradient, count), bound=1)
+    selection.refine()
+    selection.count()
+    selection.list(indices)
+    return indices
 
 
 def select_largest_of_chunks(
@@ -68,16 +87,25 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
         raise CommHookError(f"expected a threshold above 0, found {threshold}")
     if backend_of(gradient) is None:
         return native.select_above(gradient, error, threshold)
-    return selection.select_above(gradient, error, threshold)
+    selection = _Selection(gradient)
+    selection.mark(error, 0, sample_rank=0, bound=_key(threshold, gradient.dtype))
+    selection.count()
+    indices = gradient.new_empty(selection.selected(), dtype=torch.int32)
+    selection.list(indices)
+    return indices
 
 
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN."""
-    if backend_of(gradient) is not None:
-        _check(gradient, error)
-        return selection.add_and_check(gradient, error)
-    bad = select_above(gradient, error, math.inf)
-    return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
+    if backend_of(gradient) is None:
+        bad = select_above(gradient, error, math.inf)
+        return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
+    _check(gradient, error)
+    flag = gradient.new_zeros(1)
+    kernel = kernel_name("add_and_check", TYPES[gradient.dtype])
+    arguments = (gradient, error, gradient.numel(), flag)
+    launch(SELECTION, kernel, arguments, grid=streaming_blocks(gradient))
+    return flag
 
 
 def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
@@ -96,12 +124,16 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
     if backend_of(indices) is None:
         native.draw_indices(seed, rotation, numel, indices)
     else:
-        kernels.draw_indices(seed, rotation, numel, indices)
+        arguments = (seed, rotation, numel, count, indices)
+        launch(SPARSE, kernel_name("draw"), arguments, grid=blocks_for(count))
     return indices
 
 
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
-    """Add ``values`` to ``out[indices]``. Values and ``out`` are of one dtype."""
+    """Add ``values`` to ``out[indices]``. Values and ``out`` are of one dtype; indices differ.
+
+    On a GPU, indices that are out of range are ignored.
+    """
     check_numbers(values)
     check_numbers(out)
     if values.dtype != out.dtype or indices.dtype != torch.int32:
@@ -113,8 +145,12 @@ def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
         raise CommHookError(
             f"expected as many values as indices, found {values.numel()} and {indices.numel()}"
         )
-    on_device = native if backend_of(out) is None else kernels
-    on_device.scatter_add(values, indices, out)
+    if backend_of(out) is None:
+        native.scatter_add(values, indices, out)
+        return
+    count = indices.numel()
+    kernel = kernel_name("scatter_add", TYPES[out.dtype])
+    launch(SPARSE, kernel, (values, indices, count, out.numel(), out), grid=blocks_for(count))
 
 
 def _check(gradient: Tensor, error: Tensor | None) -> None:
@@ -123,3 +159,76 @@ def _check(gradient: Tensor, error: Tensor | None) -> None:
         raise CommHookError(
             f"expected fewer than 2^31 elements in a bucket, found {gradient.numel()}"
         )
+
+
+class _Selection:
+    """One run of the kernels of selection.cu, and the state that they share in device memory.
+
+    See Note [Selection on the device]. The host knows all launches in advance, except the number of
+    elements that reach a threshold.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+        self._numel = gradient.numel()
+        self._type = TYPES[gradient.dtype]
+        self._chunks = blocks_for(self._numel, _CHUNK)
+        words = _STATE_BYTES // 8 + self._chunks * (_CHUNK // 64 + 1)
+        self._state = gradient.new_empty(words, dtype=torch.int64)
+
+    def mark(self, error: Tensor | None, count: int, *, sample_rank: int, bound: int) -> None:
+        """Add the error; mark elements that reach the key of ``sample_rank`` in a sample.
+
+        If ``sample_rank`` is 0, mark those that reach ``bound``.
+        """
+        gradient, numel, state = self._gradient, self._numel, self._state
+        arguments = (gradient, error, numel, sample_rank, bound, state)
+        self._launch("begin", arguments, min(1, self._chunks), _SAMPLING_THREADS)
+        self._launch("mark", (gradient, error, numel, count, state), self._chunks)
+
+    def refine(self) -> None:
+        """Find the k-th largest key, from its highest digit to its lowest."""
+        shift = 8 * self._gradient.itemsize
+        blocks = min(self._chunks, _REFINING_BLOCKS)
+        while shift > 0:
+            width = min(shift, _DIGIT_BITS)
+            shift -= width
+            arguments = (self._gradient, self._numel, shift, width, self._state)
+            self._launch("refine", arguments, blocks)
+
+    def count(self) -> None:
+        """Count the indices before each chunk."""
+        self._launch("count", (self._gradient, self._numel, self._state), self._chunks)
+
+    def selected(self) -> int:
+        """Return the number of elements that reach the threshold. Waits for the device."""
+        return int(self._state[_SELECTED].item()) if self._chunks > 0 else 0
+
+    def list(self, indices: Tensor) -> None:
+        """Write the selected indices."""
+        arguments = (self._gradient, self._numel, self._state, indices.numel(), indices)
+        self._launch("list", arguments, self._chunks)
+
+    def _launch(
+        self, name: str, arguments: tuple[Argument, ...], blocks: int, threads: int = THREADS
+    ) -> None:
+        launch(SELECTION, kernel_name(name, self._type), arguments, grid=blocks, block=threads)
+
+
+def _sample_rank(gradient: Tensor, count: int) -> int:
+    """Return the rank in a sample of a key that slightly more than ``count`` elements reach.
+
+    The rank is four standard deviations above the expected number of samples among the ``count``
+    largest elements. It is 0 for few elements: then all nonzero elements are candidates.
+    """
+    samples = _SAMPLE_BYTES // gradient.itemsize
+    if gradient.numel() <= samples:
+        return 0
+    expected = count / gradient.numel() * samples
+    return min(samples, int(expected + 4 * math.sqrt(expected) + 8))
+
+
+def _key(threshold: float, dtype: torch.dtype) -> int:
+    """Return the bits of a positive number rounded to ``dtype``."""
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+    return int(torch.tensor(threshold, dtype=dtype).view(bits).item())

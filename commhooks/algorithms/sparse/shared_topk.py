@@ -29,21 +29,21 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import (
+from commhooks.algorithms.sparse.base import WarmedUp
+from commhooks.algorithms.sparse.messages import (
+    MessagesOnDevice,
     SparseVector,
-    WarmedUp,
     to_memory_dtype,
     write_message,
 )
 from commhooks.algorithms.sparse.selection import add_and_check, scatter_add, select_largest
 from commhooks.codecs.finite import copy_if, is_known_false, select
-from commhooks.codecs.index_code import IndexCode
+from commhooks.codecs.index_code import IndexCode, words_of
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.kernels import backend_of
-from commhooks.kernels import sparse as kernels
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -120,8 +120,8 @@ async def _choose_in_turn(
     if backend_of(total) is None:
         indices = torch.stack([code.unpack(part[: code.nbytes]) for part in messages])
     else:
-        received = kernels.receive(messages, _NO_VALUES, code)
-        indices, intact = received.indices.clamp(0, code.numel - 1), received.all_finite
+        read = MessagesOnDevice(messages, _NO_VALUES, code)
+        indices, intact = read.indices.clamp(0, code.numel - 1), read.all_finite
     starts = torch.tensor([[_start(part, numel, size)] for part in range(size)], dtype=torch.int32)
     return (indices + starts.to(total.device, non_blocking=True)).view(-1), intact
 
@@ -178,7 +178,7 @@ def _start(part: int, numel: int, size: int) -> int:
 
 def _used_bytes(code: IndexCode) -> tuple[slice, slice]:
     """Return where the bits are: a code has whole words, which would add up over many ranks."""
-    low_at = -(-code.high_bits // 64) * 8
+    low_at = 8 * words_of(code.high_bits)
     high_bytes, low_bytes = (-(-bits // 8) for bits in (code.high_bits, code.count * code.low_bits))
     return slice(0, high_bytes), slice(low_at, low_at + low_bytes)
 

@@ -21,7 +21,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import SparseHook, SparseVector, gather, to_memory_dtype
+from commhooks.algorithms.sparse.base import SparseHook
+from commhooks.algorithms.sparse.messages import SparseVector, gather, to_memory_dtype
 from commhooks.algorithms.sparse.selection import select_above
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Limits

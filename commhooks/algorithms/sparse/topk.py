@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import (
+from commhooks.algorithms.sparse.base import WarmedUp
+from commhooks.algorithms.sparse.messages import (
     SparseVector,
-    WarmedUp,
     gather,
     gather_bytes,
     to_memory_dtype,

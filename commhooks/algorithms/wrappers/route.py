@@ -141,11 +141,7 @@ class Route(KnowsModel, CommHook):
         return buffer
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        costs = [
-            self._hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
-            for i, part in self._routing.parts(bucket)
-        ]
-        return None if None in costs else sum(cast("list[int]", costs))
+        return self._routing.wire_bytes(self._hooks, bucket, size)
 
     @cached_property
     def _hooks(self) -> list[CommHook]:
@@ -182,6 +178,14 @@ class Routing:
             members.setdefault(self.table[name], []).append(position)
         ordered = sorted(members.items(), key=operator.itemgetter(0))
         return [(i, BucketPart(bucket, positions)) for i, positions in ordered]
+
+    def wire_bytes(self, hooks: Sequence[CommHook], bucket: GradBucket, size: int) -> int | None:
+        """Return what the hooks send for a bucket, None if one of them has no formula."""
+        costs = [
+            hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
+            for i, part in self.parts(bucket)
+        ]
+        return None if None in costs else sum(cast("list[int]", costs))
 
     def next_bucket(self, i: int, part: BucketPart) -> GradBucket:
         """Return the next bucket of hook ``i``.

@@ -22,21 +22,12 @@ constexpr unsigned kTileElements = 4096;
 // The largest number of elements of a piece, so that indices within it fit 32 bits.
 constexpr int64_t kLongestPiece = int64_t{1} << 30;
 
-uint32_t tiles_of(int64_t numel) {
-  return static_cast<uint32_t>((numel + kTileElements - 1) / kTileElements);
-}
-
 // Returns the last of `count` pieces that begins at `tile` or before.
 __device__ int find_piece(const uint32_t* first_tile, int count, uint32_t tile) {
   int low = 0;
-  int high = count;
-  while (high - low > 1) {
+  for (int high = count; high - low > 1;) {
     const int middle = (low + high) / 2;
-    if (first_tile[middle] <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+    (first_tile[middle] <= tile ? low : high) = middle;
   }
   return low;
 }
@@ -158,60 +149,38 @@ __global__ void __launch_bounds__(kThreads)
 
 // Fills tables, and launches a kernel for each.
 template <typename From, typename To, typename Pieces>
-class Batch {
- public:
-  Batch(double scale, bool* finite, cudaStream_t stream)
-      : scale_(scale), finite_(finite), stream_(stream) {}
-
-  void add(const From* source, To* destination, int64_t numel) {
-    if (table_.count == Pieces::capacity) {
-      start();
-    }
-    const int i = table_.count++;
-    table_.source[i] = source;
-    table_.destination[i] = destination;
-    table_.first_tile[i] = tiles_;
-    table_.numel[i] = static_cast<uint32_t>(numel);
-    tiles_ += tiles_of(numel);
-  }
-
-  cudaError_t finish() {
-    start();
-    return error_;
-  }
-
- private:
-  void start() {
-    if (tiles_ > 0 && error_ == cudaSuccess) {
-      const auto scale = static_cast<Math<From, To>>(scale_);
-      error_ = launch(
-          convert_pieces<From, To, Pieces>, tiles_, kThreads, stream_, table_, scale, finite_);
-    }
-    table_.count = 0;
-    tiles_ = 0;
-  }
-
-  double scale_;
-  bool* finite_;
-  cudaStream_t stream_;
-  Pieces table_{};
-  uint32_t tiles_ = 0;
-  cudaError_t error_ = cudaSuccess;
-};
-
-template <typename From, typename To, typename Pieces>
 cudaError_t convert_all(
     const Piece* pieces, size_t count, double scale, bool* finite, cudaStream_t stream) {
-  Batch<From, To, Pieces> batch(scale, finite, stream);
+  Pieces table{};
+  uint32_t tiles = 0;
+  cudaError_t error = cudaSuccess;
+  const auto launch_table = [&] {
+    if (tiles > 0 && error == cudaSuccess) {
+      error = launch(
+          convert_pieces<From, To, Pieces>, tiles, kThreads, stream, table,
+          static_cast<Math<From, To>>(scale), finite);
+    }
+    table.count = 0;
+    tiles = 0;
+  };
   for (size_t i = 0; i < count; ++i) {
     const auto* source = static_cast<const From*>(pieces[i].source);
     auto* destination = static_cast<To*>(pieces[i].destination);
     for (int64_t start = 0; start < pieces[i].numel; start += kLongestPiece) {
+      if (table.count == Pieces::capacity) {
+        launch_table();
+      }
       const int64_t numel = std::min(pieces[i].numel - start, kLongestPiece);
-      batch.add(source == nullptr ? nullptr : source + start, destination + start, numel);
+      const int row = table.count++;
+      table.source[row] = source == nullptr ? nullptr : source + start;
+      table.destination[row] = destination + start;
+      table.first_tile[row] = tiles;
+      table.numel[row] = static_cast<uint32_t>(numel);
+      tiles += static_cast<uint32_t>((numel + kTileElements - 1) / kTileElements);
     }
   }
-  return batch.finish();
+  launch_table();
+  return error;
 }
 
 }  // namespace
@@ -232,12 +201,14 @@ const char* convert(
     double scale,
     bool* finite,
     cudaStream_t stream) {
-  const cudaError_t error = with_elements(from, to, [&](auto source, auto destination) {
-    using From = decltype(source);
-    using To = decltype(destination);
-    return count <= SmallTable::capacity
-        ? convert_all<From, To, SmallTable>(pieces, count, scale, finite, stream)
-        : convert_all<From, To, LargeTable>(pieces, count, scale, finite, stream);
+  const cudaError_t error = with_element(from, [&](auto source) {
+    return with_element(to, [&](auto destination) {
+      using From = decltype(source);
+      using To = decltype(destination);
+      return count <= SmallTable::capacity
+          ? convert_all<From, To, SmallTable>(pieces, count, scale, finite, stream)
+          : convert_all<From, To, LargeTable>(pieces, count, scale, finite, stream);
+    });
   });
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

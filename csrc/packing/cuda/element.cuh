@@ -66,32 +66,18 @@ __device__ bool is_finite(T value) {
   return isfinite(widen(value));
 }
 
-// Calls `function(From(), To())` with the types of `from` and `to`.
-template <typename From, typename Function>
-auto with_element_to(Element to, Function function) {
-  switch (to) {
+// Calls `body` with a number of the type of `element`.
+template <typename Body>
+auto with_element(Element element, const Body& body) {
+  switch (element) {
     case Element::fp64:
-      return function(From(), double());
+      return body(double());
     case Element::fp32:
-      return function(From(), float());
+      return body(float());
     case Element::fp16:
-      return function(From(), __half());
+      return body(__half());
     default:
-      return function(From(), __nv_bfloat16());
-  }
-}
-
-template <typename Function>
-auto with_elements(Element from, Element to, Function function) {
-  switch (from) {
-    case Element::fp64:
-      return with_element_to<double>(to, function);
-    case Element::fp32:
-      return with_element_to<float>(to, function);
-    case Element::fp16:
-      return with_element_to<__half>(to, function);
-    default:
-      return with_element_to<__nv_bfloat16>(to, function);
+      return body(__nv_bfloat16());
   }
 }
 

@@ -19,7 +19,7 @@ cudaError_t launch(
     bool* finite) {
   ++launches;
   emulation::machine.kernel = [&] { kernel(table, scale, finite); };
-  const bool has_run = emulation::run_grid({blocks, 1, 1}, {threads, 1, 1}, 0);
+  const bool has_run = emulation::run_grid({blocks, 1, 1}, {threads, 1, 1});
   return has_run ? cudaGetLastError() : cudaErrorUnknown;
 }
 

@@ -1,4 +1,5 @@
-#include "bindings/commhooks/register.h"
+// The arguments of CUDA kernels, from Python's objects.
+#pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -6,37 +7,37 @@
 #include <array>
 #include <cstring>
 
-namespace py = pybind11;
-
 namespace commhooks {
-namespace {
-
-constexpr size_t kMostArguments = 32;
 
 // The arguments of a launch, which the driver copies: values of 8 bytes, and the address of each.
-struct Parameters {
-  std::array<uint64_t, kMostArguments> values;
-  std::array<void*, kMostArguments> addresses;
+struct KernelArguments {
+  std::array<uint64_t, 32> values;
+  std::array<void*, 32> addresses;
 
-  Parameters() {
-    for (size_t i = 0; i < kMostArguments; ++i) {
+  KernelArguments() {
+    for (size_t i = 0; i < values.size(); ++i) {
       addresses[i] = &values[i];
     }
   }
 };
 
-py::tuple write_arguments(const py::tuple& arguments) {
-  thread_local Parameters parameters;
+// Writes arguments to memory of this thread: for a tensor the address of its memory, for a float a
+// double, for an int its lowest 64 bits, for None zeros. Returns the type and index of the device
+// of the tensors, and the address of an array with the address of each value; they are valid until
+// the next call in this thread. Raises ValueError unless there are tensors, contiguous and on one
+// device.
+inline pybind11::tuple write_arguments(const pybind11::tuple& arguments) {
+  thread_local KernelArguments written;
   TORCH_CHECK_VALUE(
-      arguments.size() <= kMostArguments, "expected at most ", kMostArguments, " arguments, found ",
-      arguments.size());
-  auto* to = parameters.values.data();
+      arguments.size() <= written.values.size(), "expected at most ", written.values.size(),
+      " arguments, found ", arguments.size());
+  auto* to = written.values.data();
   const at::Tensor* first = nullptr;
   const auto write = [&](auto value) {
     static_assert(sizeof(value) == sizeof(*to));
     std::memcpy(to++, &value, sizeof(value));
   };
-  for (const py::handle argument : arguments) {
+  for (const pybind11::handle argument : arguments) {
     if (THPVariable_Check(argument.ptr())) {
       const at::Tensor& tensor = THPVariable_Unpack(argument.ptr());
       first = first == nullptr ? &tensor : first;
@@ -53,28 +54,17 @@ py::tuple write_arguments(const py::tuple& arguments) {
     } else {
       const unsigned long long bits = PyLong_AsUnsignedLongLongMask(argument.ptr());
       if (PyErr_Occurred() != nullptr) {
-        throw py::error_already_set();
+        throw pybind11::error_already_set();
       }
       write(bits);
     }
   }
   TORCH_CHECK_VALUE(first != nullptr, "expected tensors on a GPU, found none");
   const c10::Device device = first->device();
-  return py::make_tuple(
+  return pybind11::make_tuple(
       c10::DeviceTypeName(device.type(), /*lower_case=*/true),
       device.has_index() ? device.index() : 0,
-      reinterpret_cast<uintptr_t>(parameters.addresses.data()));
-}
-
-}  // namespace
-
-void register_kernel_arguments(py::module_& module) {
-  module.def("write_arguments", &write_arguments, py::arg("arguments"), R"(
-Write the arguments of a kernel to memory of this thread, 8 bytes each: for a tensor the address
-of its memory, for a float a double, for an int its lowest 64 bits, for None zeros. Return the
-type and index of the device of the tensors, and the address of an array with the address of each
-value; they are valid until the next call in this thread. Raise ValueError unless there are
-tensors, contiguous and on one device.)");
+      reinterpret_cast<uintptr_t>(written.addresses.data()));
 }
 
 }  // namespace commhooks
