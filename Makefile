@@ -60,7 +60,7 @@ sanitize: $(WITH)test ## Run tests of the C++ under sanitizers (SANITIZERS="addr
 MINUTES ?= 30
 SEED ?= 0
 
-soak: $(WITH)test ## Train with random hooks and faults, and check all ranks (MINUTES=30 SEED=0)
+soak: $(WITH)integrations,test ## Train with random hooks and faults, and check all ranks (MINUTES=30 SEED=0)
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED)
 
 build: $(if $(EXTRAS),$(WITH)$(EXTRAS),$(INSTALLED)) ## Set up the environment and compile (EXTRAS=test,dev adds what these need)

@@ -6,6 +6,11 @@
     all_reduce((gradients / size).to(float16 or bfloat16)).to(gradients.dtype)     # fp16, bf16
     gradients                                                                      # noop
 
+``two_shot`` sums in float32 what ranks send in half precision. Part r belongs to rank r of N::
+
+    received = all_to_all((gradients / N).to(half).split(n / N))
+    all_gather(sum(part.to(float32) for part in received).to(half)).to(gradients.dtype)
+
 Gradients are divided by the number of ranks first, so that the sum stays in range if the gradients
 do. In float16, numbers beyond 65504 become infinite on all ranks, as a gradient scaler expects;
 bfloat16 has the range of float32, and 2 digits.
@@ -17,8 +22,10 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from commhooks.algorithms.bucket_memory import PerBucketCache
+from commhooks.algorithms.quantized.error_memory import part_length
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
@@ -62,6 +69,10 @@ class _Half(CommHook):
 
     wire_dtype: ClassVar[torch.dtype]
 
+    two_shot: bool = False
+    """Sum in float32 and round twice, where an all-reduce rounds the sum at each rank. Takes an
+    all-to-all and an all-gather, with the same bytes."""
+
     capturable = True
     tells_contribution = True
     state_fields = no_state
@@ -76,10 +87,18 @@ class _Half(CommHook):
         buffer = bucket.buffer()
         sent = scaled_cast(buffer, 1 / comm.size, self._memory(bucket))
         comm.contribute(sent)
+        if self.two_shot:
+            return buffer.copy_(await _sum_in_float32(sent, comm))
         return buffer.copy_(await comm.all_reduce(sent))
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return all_reduce_bytes(2 * bucket.buffer().numel(), size)
+        numel = bucket.buffer().numel()
+        if self.two_shot:
+            return 4 * (size - 1) * part_length(numel, size)
+        return all_reduce_bytes(2 * numel, size)
+
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {(): 2 if self.two_shot else 1}
 
     def recover(self) -> None:
         """Use other memory than a failed step, whose messages may still be on their way."""
@@ -97,8 +116,21 @@ class _Half(CommHook):
             self._large.put(bucket, memory)
         return memory
 
-    def native(self, group: dist.ProcessGroup) -> NativeHook:
-        return AverageHook(group, self.wire_dtype)
+    def native(self, group: dist.ProcessGroup) -> NativeHook | None:
+        return None if self.two_shot else AverageHook(group, self.wire_dtype)
+
+
+async def _sum_in_float32(values: Tensor, comm: Communicator) -> Tensor:
+    """Return the sum of the flat ``values`` of all ranks, added in float32, in their own dtype."""
+    length = part_length(values.numel(), comm.size)
+    padding = comm.size * length - values.numel()
+    parts = functional.pad(values, (0, padding)).view(comm.size, length)
+    first, *others = await comm.all_to_all(parts)
+    total = first.float()
+    for part in others:
+        total += part
+    sums = await comm.all_gather(total.to(values.dtype))
+    return sums.view(-1)[: values.numel()]
 
 
 @register_hook("fp16")

@@ -51,6 +51,26 @@ def test_memory_of_another_shape_is_not_sent() -> None:
     assert hook._memory(bucket) is memory
 
 
+def sum_in_float32(rank: int, size: int, name: str) -> None:
+    hook: Any = commhooks.create(name, two_shot=True)
+    trainer = Trainer(hook)
+    for step in range(2):
+        of_all = [draw_gradients(probe_parameters(), each, step) for each in range(size)]
+        found = trainer.step(of_all[rank])
+        for key, result in found.items():
+            sent = [(gradients[key] / size).to(hook.wire_dtype) for gradients in of_all]
+            total = torch.stack(sent).sum(0, dtype=torch.float32).to(hook.wire_dtype)
+            assert torch.equal(result, total.to(result.dtype)), (step, key)
+            if size == 2:
+                assert torch.equal(total, sent[0] + sent[1])  # as an all-reduce adds
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_two_shots_round_twice(run_ranks: Any, name: str, size: int) -> None:
+    run_ranks(sum_in_float32, size, name)
+
+
 def scale_before_the_cast(rank: int, size: int) -> None:
     net = torch.nn.Linear(5, 3, bias=False)
     model = commhooks.DistributedDataParallel(net, hook="fp16", gradient_as_bucket_view=False)

@@ -5,8 +5,10 @@ PYTHONPATH=tests python -m soak --trials 1 --seed 1017    # one trial again
 """
 
 import argparse
-import importlib
+import importlib.util
 import os
+import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,9 +18,11 @@ from pathlib import Path
 
 from soak.oracle import complaints, needs_reference
 from soak.ranks import run
-from soak.trial import Fault, Trial, draw
+from soak.trial import Fault, draw
 
 _NOTHING = Fault("none", 0, 0, "loader")
+_MEMBERS = 0.1 if importlib.util.find_spec("torchft") else 0.0
+"""The share of trials in which a replica group leaves and returns."""
 
 
 def main() -> int:
@@ -32,22 +36,27 @@ def main() -> int:
     end = time.monotonic() + 60 * given.minutes
     count, failed, kinds = 0, [], Counter[str]()
     while count < given.trials if given.trials is not None else time.monotonic() < end:
-        trial = draw(given.seed + count)
+        seed = given.seed + count
         count += 1
-        kinds[trial.fault.kind if trial.checkpoint is None else "resume"] += 1
-        found = _try(trial)
+        kind, found = _try(seed)
+        kinds[kind] += 1
         if found:
-            failed.append(trial.seed)
-            print(f"\nFAILED {trial}")
-            print(*found, sep="\n", flush=True)
+            failed.append(seed)
+            print(f"\nFAILED {seed}, {kind}", *found, sep="\n", flush=True)
     print(f"\n{count} trials, {len(failed)} failed: {failed}")
     print(", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items())))
     return 1 if failed else 0
 
 
-def _try(trial: Trial) -> list[str]:
+def _try(seed: int) -> tuple[str, list[str]]:
+    """Run the trial of this seed; return its kind and what was wrong."""
+    if random.Random(f"members {seed}").random() < _MEMBERS:
+        command = [sys.executable, "-m", "soak.members", str(seed)]
+        ended = subprocess.run(command, capture_output=True, check=False, text=True)
+        return "members", [ended.stdout, ended.stderr] if ended.returncode else []
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
+        trial = draw(seed)
         reference = None
         if needs_reference(trial):
             plain = folder / "reference"
@@ -58,7 +67,9 @@ def _try(trial: Trial) -> list[str]:
         if trial.checkpoint and not found:
             ends = run(trial, folder, first=trial.checkpoint)
             found = list(complaints(trial, ends, reference))
-        return found
+        if found:
+            found.insert(0, str(trial))
+        return trial.fault.kind if trial.checkpoint is None else "resume", found
 
 
 if __name__ == "__main__":

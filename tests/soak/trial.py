@@ -16,6 +16,7 @@ _POWERSGD = {"rank": 2, "min_compression_rate": 1.0, "start_step": 0}
 _PLAIN: tuple[Config, ...] = (
     {"name": "allreduce"},
     {"name": "bf16"},
+    {"name": "bf16", "two_shot": True},
     {"name": "fp16"},
     {"name": "int8"},
     {"name": "int8", "stochastic": True, "error_feedback": False},

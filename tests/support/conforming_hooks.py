@@ -49,6 +49,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"period": 1, "eager": True},
         {"period": 1, "inner": POWERSGD},
     ],
+    "bf16": [{"two_shot": True}, {}],
     "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
     "fp4": [{}, {"format": "mxfp4", "error_feedback": False}, {"format": "e3m0"}],
     "int2": [{}, {"error_feedback": False}, {"rotate": True}],
