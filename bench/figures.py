@@ -11,7 +11,7 @@ from bench.fidelity.runs import Row
 from bench.plots import BELOW, Draw, label_points, plot
 from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
-from commhooks.lab.units import format_rate
+from commhooks.costs.units import format_rate
 
 LABELED = (
     *("bf16", "int8", "int4", "int2", "terngrad", "onebit", "topk", "powersgd"),

@@ -21,7 +21,7 @@ from bench.fidelity.tasks import TASKS
 from bench.gpu import page as gpu_page
 from bench.slow_link import Race
 from bench.tables import groups, quantity, table
-from commhooks.lab.units import format_rate
+from commhooks.costs.units import format_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"

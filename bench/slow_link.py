@@ -31,11 +31,12 @@ from bench import files
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
-from commhooks.lab.comparison import TrainingPoint, remote
+from commhooks.costs.units import parse_rate
+from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
+from commhooks.lab.comparison.remote import Side
 from commhooks.lab.machine import describe_machine
 from commhooks.lab.models import Workload
-from commhooks.lab.units import parse_rate
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch, validation_batches
 
@@ -180,15 +181,15 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
 def run(hook: str, ranks: Ranks, steps: int, goal: float) -> Course:
     """Train with one hook for some steps, or until the validation loss ``goal``."""
-    ranks(remote.prepare, Workload(MODEL))
+    ranks.make(Side, Workload(MODEL))
     before = _bare_step_seconds(ranks), os.getloadavg()[0]
-    ranks(remote.begin_training, Entry.of(hook), TRAINING)
+    ranks.do(Side.begin_training, Entry.of(hook), TRAINING)
     points: list[TrainingPoint] = []
     is_over = False
     while not is_over:
         for _ in range(STRIDE - 1):
-            ranks(remote.train, False)
-        points.append(point := ranks(remote.train, True)[0])
+            ranks.do(Side.train, False)
+        points.append(point := ranks.do(Side.train, True)[0])
         print(
             f"  step {point.step}: {point.seconds:.1f} s, {point.wire_bytes / 1e6:.1f} MB, "
             f"validation loss {point.validation_loss:.4f}",
@@ -201,11 +202,11 @@ def run(hook: str, ranks: Ranks, steps: int, goal: float) -> Course:
 
 def _bare_step_seconds(ranks: Ranks) -> float:
     """Return the median of a few training steps without communication."""
-    ranks(remote.begin_training, BARE, TRAINING)
+    ranks.do(Side.begin_training, BARE, TRAINING)
     seconds = []
     for _ in range(1 + BARE_STEPS):
         start = time.perf_counter()
-        ranks(remote.train, False)
+        ranks.do(Side.train, False)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 

@@ -22,7 +22,7 @@ from bench.files import load, newest
 from bench.gpu import page as gpu_page
 from bench.plots import Draw
 from bench.slow_link import PLAIN, Race
-from commhooks.lab.units import format_rate
+from commhooks.costs.units import format_rate
 
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""

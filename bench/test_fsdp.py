@@ -1,4 +1,4 @@
-"""The reduce-scatter of FSDP2 in few bits beside torch's, over a link of 1 Gbit/s per rank."""
+"""The collectives of FSDP2 in few bits beside torch's, over a link of 1 Gbit/s per rank."""
 
 from __future__ import annotations
 
@@ -12,37 +12,48 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.copies import in_turn
 from bench.models import ThreeLayers
 from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
-from commhooks.integrations.fsdp import QuantizedReduceScatter, quantize_reduce_scatter
+from commhooks.integrations.fsdp import (
+    QuantizedCollective,
+    quantize_all_gather,
+    quantize_reduce_scatter,
+)
 
 NUMBERS = ["int8", "fp8", "int4", "bf16"]
 ROUNDS = 5
 TORCH = "torch"
 """The name of torch's reduce-scatter, in float32, beside those of numbers in few bits."""
+BFLOAT16 = {
+    "torch": [],
+    "reduce-scatter": [quantize_reduce_scatter],
+    "all-gather": [quantize_all_gather],
+    "both": [quantize_reduce_scatter, quantize_all_gather],
+}
+"""What is quantized to int8 of models with bfloat16 parameters and float32 gradients."""
 ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
 
 _models: dict[str, Any] = {}
-_quantized: dict[str, QuantizedReduceScatter] = {}
+_quantized: dict[str, QuantizedCollective] = {}
 _flat: dict[str, torch.Tensor] = {}
 
 
 def prepare(_rank: int, numbers: list[str]) -> None:
     """Make the models, all with the same parameters, and the input of the collective."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in numbers:
-        torch.manual_seed(0)
-        model: Any = ThreeLayers()
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        _models[name] = fully_shard(model, mesh=mesh)
+        _models[name] = _model(MixedPrecisionPolicy())
         if name != TORCH:
             _quantized[name] = quantize_reduce_scatter(_models[name], name)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for name, quantizes in BFLOAT16.items():
+        _models[f"bf16 {name}"] = model = _model(policy)
+        for quantize in quantizes:
+            quantize(model, "int8")
     _flat["input"] = torch.randn(
         ELEMENTS, generator=torch.Generator().manual_seed(dist.get_rank())
     ).mul_(1e-3)
@@ -83,8 +94,17 @@ def sent(_rank: int, name: str) -> tuple[int, int]:
     return _quantized[name].wire_bytes, _quantized[name].plain_bytes
 
 
+def _model(policy: MixedPrecisionPolicy) -> Any:
+    torch.manual_seed(0)
+    model: Any = ThreeLayers()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
 def _reduce(name: str, output: torch.Tensor) -> None:
-    comm = units_of(_models[name])[0].reduce_scatter
+    comm = units_of(_models[name])[0].collective("reduce_scatter")
     comm(output, _flat["input"].clone(), dist.group.WORLD, dist.ReduceOp.AVG)
 
 
@@ -122,4 +142,17 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
         step_seconds=median["step"],
         torch_step_seconds=median["torch step"],
         aim="int8: 3.5 times fewer bytes, 2.5 times faster",
+    )
+
+
+@pytest.mark.benchmark(group="sharded, bfloat16 parameters")
+def test_whole_step(benchmark: Any, ranks: Ranks) -> None:
+    """Measure a forward and a backward with each of ``BFLOAT16``, in turn."""
+    timers = {name: lambda name=name: max(ranks(step, f"bf16 {name}")) for name in BFLOAT16}
+    seconds = in_turn(benchmark, timers, ROUNDS)
+    median = {name: statistics.median(found) for name, found in seconds.items()}
+    benchmark.extra_info.update(
+        {f"{name} seconds": found for name, found in median.items()},
+        share_of_torch=median["both"] / median["torch"],
+        aim="both: at most 0.6 of torch's step",
     )

@@ -26,8 +26,9 @@ from train_config import RunConfig, TrainConfig, make_parser, parse_args
 from train_gpt import GPT, Trainer
 
 from commhooks.cluster import Ranks
+from commhooks.costs.network import Link, Network
 from commhooks.lab.machine import cores
-from commhooks.lab.simulation import Job, Link, Network, Study, measure
+from commhooks.lab.simulation import Job, Study, measure
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "allreduce"},

@@ -5,8 +5,9 @@
 
 `fully_shard` splits the parameters among the ranks of a site. The sites exchange gradients with
 `commhooks.register(model, hook)`, and nothing else: that is the exchange over the slow link. With
-`--quantize int8`, the ranks of a site send fewer bytes, too. With `--resume`, an interrupted run
-continues as if it had not been interrupted, because each rank saves the state of its hook.
+`--quantize int8`, the ranks of a site send fewer bytes for gradients, and with
+`--quantize-weights int8` for parameters. With `--resume`, an interrupted run continues as if it had
+not been interrupted, because each rank saves the state of its hook.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from train_config import hook_option, positive_int
 
 import commhooks
-from commhooks.integrations.fsdp import quantize_reduce_scatter
+from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
 
 
 class Trainer:
@@ -49,6 +50,8 @@ class Trainer:
         self.hook = commhooks.register(self.model, args.hook, **dict(args.hook_option))
         if args.quantize:
             quantize_reduce_scatter(self.model, args.quantize)
+        if args.quantize_weights:
+            quantize_all_gather(self.model, args.quantize_weights)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.corpus = load_corpus(min_bytes=args.block_size + 1)
         self.batch_size, self.block_size = args.batch_size, args.block_size
@@ -114,6 +117,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hook", default="int8", help="what exchanges gradients between sites")
     parser.add_argument("--hook-option", type=hook_option, action="append", default=[])
     parser.add_argument("--quantize", help="numbers of the reduce-scatter within a site")
+    parser.add_argument("--quantize-weights", help="numbers of the all-gather within a site")
     for name, default in (("layers", 2), ("heads", 2), ("width", 64), ("block-size", 64)):
         parser.add_argument(f"--{name}", type=positive_int, default=default)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="per rank")

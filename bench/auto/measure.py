@@ -16,9 +16,9 @@ from bench.load import busy_seconds, own_seconds
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link
+from commhooks.costs.units import format_rate
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
-from commhooks.lab.units import format_rate
 from commhooks.planning import Plan
 
 AUTO = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import commhooks
 from bench.fidelity.runs import Record, Run
-from bench.fidelity.tasks import ALL_TASKS
+from bench.fidelity.tasks import ALL_TASKS, Batch, Recipe
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
 from commhooks.testing import run_ranks
 
@@ -40,29 +40,34 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
     The seed determines the initial parameters and the data, for every hook.
     """
     chosen = ALL_TASKS[task]
-    recipe, steps = chosen.recipes[trained.recipe or chosen.usual], chosen.steps
     data = chosen.make_data()
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())
     handle = commhooks.register(model, trained.create())
-    optimizers = recipe.optimizers(model.module)
+    recipe = chosen.recipes[trained.recipe or chosen.usual]
+    fit(model, recipe, chosen.steps, lambda step: data.batch(seed, step, rank))
+    handle.adapter.flush()
+    sent = handle.stats().total.wire_bytes
+    validation = data.validation(rank, size)
+    with torch.no_grad():
+        loss = model.module(*validation).item()
+    return TrainingResult(loss, math.nan if sent is None else sent * chosen.steps)
+
+
+def fit(model: nn.Module, recipe: Recipe, steps: int, batch: Callable[[int], Batch]) -> None:
+    """Train a model whose gradients are averaged on ``batch(step)``."""
+    optimizers = recipe.optimizers(model)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
         for optimizer in optimizers
     ]
     for step in range(steps):
         model.zero_grad()
-        model(*data.batch(seed, step, rank)).backward()
+        model(*batch(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-    handle.adapter.flush()
-    sent = handle.stats().total.wire_bytes
-    validation = data.validation(rank, size)
-    with torch.no_grad():
-        loss = model.module(*validation).item()
-    return TrainingResult(loss, math.nan if sent is None else sent * steps)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -161,15 +161,12 @@ class Adapter(ABC):
     def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         """Let the wrapper call ``hook``. ``target``: the runner or stand-in of a CommHook."""
 
-    def stats(self) -> HookStats:
-        """Return the statistics of the installed hook, since it was installed."""
-        return self._collector.stats(self.group.size())
+    def stats(self, last: int | None = None) -> HookStats:
+        """Return the statistics of the installed hook, since it was installed.
 
-    def recent_stats(self, last: int) -> HookStats:
-        """Return those of the last steps, or of all where C++ or torch runs the hook."""
-        if self._runner is None:
-            return self.stats()
-        return self._collector.stats(self.group.size(), last)
+        ``last``: only of this number of the last steps, unless C++ or torch runs the hook.
+        """
+        return self._collector.stats(self.group.size(), last if self._runner else None)
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:  # noqa: B027
         """Rebuild the buckets by the keys of parameters' names, where the wrapper can do that."""

@@ -124,7 +124,9 @@ class DDPAdapter(Adapter):
             self._reducer.set_keys(keys)
             self._keys = keys
 
-    def stats(self) -> HookStats:
+    def stats(self, last: int | None = None) -> HookStats:
+        if last is not None and self._runner is not None:
+            return super().stats(last)
         size = self.group.size()
         of_buckets = self._reducer.bucket_stats()
         buckets = [

@@ -112,6 +112,16 @@ class Unit:
             for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
         }
 
+    def gathered(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return the shape of each parameter, and how many numbers each rank has of it.
+
+        In the order in which they are gathered, with those that are padding.
+        """
+        return {
+            name: (each._orig_size, each.padded_sharded_param_size.numel())  # noqa: SLF001
+            for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
+        }
+
     def attach(self, replicas: dist.ProcessGroup, reduce: UnitReduction) -> None:
         """Call ``reduce`` instead of the all-reduce over ``replicas``."""
         info = copy.copy(self._torchs_info)
@@ -166,15 +176,14 @@ class Unit:
         if not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
             Variable._execution_engine.queue_callback(functools.partial(end, succeeded=True))  # noqa: SLF001
 
-    @property
-    def reduce_scatter(self) -> Any:
-        """The object that reduce-scatters, as ``set_custom_reduce_scatter`` takes it."""
-        return self._alive()._reduce_scatter_comm  # noqa: SLF001
+    def collective(self, name: str) -> Any:
+        """Return the object that does the "reduce_scatter" or "all_gather" of the unit."""
+        return getattr(self._alive(), f"_{name}_comm")
 
-    @reduce_scatter.setter
-    def reduce_scatter(self, comm: Any) -> None:
-        # That method refuses units with several meshes.
-        self._alive()._reduce_scatter_comm = comm  # noqa: SLF001
+    def set_collective(self, name: str, comm: Any) -> None:
+        """Let ``comm`` do it, as ``set_custom_reduce_scatter`` and ``set_custom_all_gather`` do."""
+        # These methods refuse units with several meshes.
+        setattr(self._alive(), f"_{name}_comm", comm)
 
     def _post_backward(self, *_: Any) -> None:
         """Note what has a gradient, let FSDP reduce, and mark what it has reduced."""

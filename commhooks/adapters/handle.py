@@ -197,9 +197,7 @@ class HookHandle:
         """
         if last is not None and last < 1:
             raise CommHookError(f"stats(last): expected at least 1 step, found {last}")
-        adapter = self._in_use()
-        stats = adapter.stats() if last is None else adapter.recent_stats(last)
-        hook = self.hook
+        stats, hook = self._in_use().stats(last), self.hook
         return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:

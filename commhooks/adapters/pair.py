@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as TorchBucket
@@ -92,14 +91,9 @@ class CommHookState:
                 raise CommHookError(_DETACHED)
             group = self._group or dist.group.WORLD
             assert group is not None  # or there were no wrapper
-            self._adapter = _PairAdapter(
-                self._module,
-                group,
-                bucket.buffer().device,
-                _trained(self._module),
-                self._sparse,
-                self._register,
-            )
+            device, parameters = bucket.buffer().device, _trained(self._module)
+            of_model = self._module, group, device, parameters, self._sparse
+            self._adapter = _PairAdapter(self._register, *of_model)
         return self._adapter.run(bucket)
 
     def _register(self) -> None:
@@ -133,16 +127,8 @@ class _PairAdapter(TorchAdapter):
     Calls ``register`` in the first backward, when all ranks are known to be there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        parameters: dict[str, Tensor],
-        sparse: SparseGradients,
-        register: Callable[[], None],
-    ) -> None:
-        super().__init__(model, group, device, parameters, sparse)
+    def __init__(self, register: Callable[[], None], *model: Any) -> None:
+        super().__init__(*model)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
         self._last_index = -1  # of torch's buckets in this step
 

@@ -22,9 +22,11 @@ from typing import Any
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.errors import CommHookError
-from commhooks.runtime.recording import Recording, Run, Span, Stage
+from commhooks.runtime.recording import Recording, Run, Span
 
 Event = dict[str, Any]
+Times = tuple[int, int]
+"""When something began and ended, in nanoseconds."""
 
 _BACKWARD = 0  # track; that of bucket b is b + 1
 _EXCHANGES = 1_000_000  # track of those that began on bucket 0
@@ -83,15 +85,8 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], target: str | os.PathL
 
 
 def _document(recording: Recording, rank: int, size: int, about: Event) -> Event:
-    spans = sorted(recording.spans, key=lambda span: (span.start_ns, -span.end_ns))
-    events = [*_names(recording, rank)]
-    for span in spans:
-        events += _events(span, recording, rank)
-    for run in recording.runs:
-        if run.is_exchange:
-            events += _exchange_events(run, rank)
     return {
-        "traceEvents": events,
+        "traceEvents": _Events(recording, rank).all,
         "displayTimeUnit": "ms",
         "otherData": {
             "rank": rank,
@@ -104,78 +99,68 @@ def _document(recording: Recording, rank: int, size: int, about: Event) -> Event
     }
 
 
-def _names(recording: Recording, rank: int) -> Iterator[Event]:
-    """Yield the names of the process and its tracks, and their order."""
-    yield _named("process_name", rank, _BACKWARD, name=f"rank {rank}")
-    yield _named("process_sort_index", rank, _BACKWARD, sort_index=rank)
-    tracks = {_BACKWARD: "backward"}
-    tracks |= {s.index + 1: f"bucket {s.index}" for s in recording.spans if s.activity == "hook"}
-    tracks |= {
-        _EXCHANGES + run.index: f"exchanges, bucket {run.index}"
-        for run in recording.runs
-        if run.is_exchange
-    }
-    for track, name in tracks.items():
-        yield _named("thread_name", rank, track, name=name)
-        yield _named("thread_sort_index", rank, track, sort_index=track)
+class _Events:
+    """The events of a rank, with the names of the process and its tracks, and their order."""
 
+    def __init__(self, recording: Recording, rank: int) -> None:
+        self.all: list[Event] = []
+        self._rank = rank
+        self._named: set[tuple[str, int]] = set()
+        self._name("process", _BACKWARD, f"rank {rank}", rank)
+        self._name("thread", _BACKWARD, "backward", _BACKWARD)
+        for span in sorted(recording.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+            self._add_span(span, recording)
+        for run in recording.runs:
+            if run.is_exchange:
+                track = _EXCHANGES + run.index
+                self._name("thread", track, f"exchanges, bucket {run.index}", track)
+                times = run.start_ns, run.end_ns
+                self._add_run("exchange", "exchange", track, times, run, bucket=run.index)
 
-def _named(what: str, rank: int, track: int, **args: Any) -> Event:
-    return {"name": what, "ph": "M", "pid": rank, "tid": track, "args": args}
+    def _add_span(self, span: Span, recording: Recording) -> None:
+        what, index, times = span.activity, span.index, (span.start_ns, span.end_ns)
+        if what == "gradient":
+            self._add(recording.parameters[index], what, _BACKWARD, times[0], ph="i", s="t")
+        elif what == "hook":
+            track = index + 1
+            self._name("thread", track, f"bucket {index}", track)
+            about = {"bucket": index, "parameters": list(span.names)}
+            run = recording.run_of(span)
+            self._add_run(span.hook or "hook", what, track, times, run, **about)
+        elif what in ("backward", "drain"):
+            self._add_slice(f"{what}, step {index}", what, _BACKWARD, times, step=index)
+        else:
+            self._add_slice(f"{what} bucket {index}", what, _BACKWARD, times, bucket=index)
 
+    def _add_run(
+        self, name: str, category: str, track: int, times: Times, run: Run | None, **args: Any
+    ) -> None:
+        """Add a slice for a hook or an exchange, and those of its collectives."""
+        sent = None if run is None else run.wire_bytes
+        self._add_slice(name, category, track, times, **args, wire_bytes=sent)
+        for number, stage in enumerate(run.stages if run else ()):
+            if stage.issued_ns > stage.awaited_ns:
+                turn = stage.awaited_ns, stage.issued_ns
+                self._add_slice("wait for turn", "turn", track, turn, stage=number)
+            about = {"wire_bytes": stage.wire_bytes, "ranks": list(stage.ranks) or "all"}
+            times = stage.issued_ns, stage.completed_ns
+            self._add_slice(stage.operation, "stage", track, times, stage=number, **about)
 
-def _events(span: Span, recording: Recording, rank: int) -> Iterator[Event]:
-    if span.activity == "gradient":
-        name = recording.parameters[span.index]
-        yield {**_event(name, span, rank, _BACKWARD), "ph": "i", "s": "t"}
-    elif span.activity == "hook":
-        yield from _hook_events(span, recording.run_of(span), rank)
-    elif span.activity in ("backward", "drain"):
-        args = {"step": span.index}
-        yield _slice(f"{span.activity}, step {span.index}", span, rank, _BACKWARD, args)
-    else:
-        args = {"bucket": span.index}
-        yield _slice(f"{span.activity} bucket {span.index}", span, rank, _BACKWARD, args)
+    def _add_slice(self, name: str, category: str, track: int, times: Times, **args: Any) -> None:
+        start_ns, end_ns = times
+        self._add(name, category, track, start_ns, ph="X", dur=(end_ns - start_ns) / 1e3, args=args)
 
+    def _add(self, name: str, category: str, track: int, start_ns: int, **others: Any) -> None:
+        at = {"ts": start_ns / 1e3, "pid": self._rank, "tid": track}
+        self.all.append({"name": name, "cat": category, **at, **others})
 
-def _hook_events(span: Span, run: Run | None, rank: int) -> Iterator[Event]:
-    track = span.index + 1
-    args = {
-        "bucket": span.index,
-        "parameters": list(span.names),
-        "wire_bytes": None if run is None else run.wire_bytes,
-    }
-    yield _slice(span.hook or "hook", span, rank, track, args)
-    for number, stage in enumerate(run.stages if run else ()):
-        yield from _stage_events(track, number, stage, rank)
-
-
-def _exchange_events(run: Run, rank: int) -> Iterator[Event]:
-    track = _EXCHANGES + run.index
-    span = Span("exchange", run.index, run.start_ns, run.end_ns)
-    args = {"bucket": run.index, "wire_bytes": run.wire_bytes}
-    yield _slice("exchange", span, rank, track, args)
-    for number, stage in enumerate(run.stages):
-        yield from _stage_events(track, number, stage, rank)
-
-
-def _stage_events(track: int, number: int, stage: Stage, rank: int) -> Iterator[Event]:
-    if stage.issued_ns > stage.awaited_ns:
-        turn = Span("turn", track, stage.awaited_ns, stage.issued_ns)
-        yield _slice("wait for turn", turn, rank, track, {"stage": number})
-    span = Span("stage", track, stage.issued_ns, stage.completed_ns)
-    args = {"stage": number, "wire_bytes": stage.wire_bytes, "ranks": list(stage.ranks) or "all"}
-    yield _slice(stage.operation, span, rank, track, args)
-
-
-def _slice(name: str, span: Span, rank: int, track: int, args: Event) -> Event:
-    event = _event(name, span, rank, track)
-    return {**event, "ph": "X", "dur": (span.end_ns - span.start_ns) / 1e3, "args": args}
-
-
-def _event(name: str, span: Span, rank: int, track: int) -> Event:
-    start_us = span.start_ns / 1e3
-    return {"name": name, "cat": span.activity, "ts": start_us, "pid": rank, "tid": track}
+    def _name(self, what: str, track: int, name: str, order: int) -> None:
+        if (what, track) in self._named:
+            return
+        self._named.add((what, track))
+        about = {f"{what}_name": {"name": name}, f"{what}_sort_index": {"sort_index": order}}
+        at = {"ph": "M", "pid": self._rank, "tid": track}
+        self.all += ({"name": key, **at, "args": args} for key, args in about.items())
 
 
 def _read(path: Path) -> Event:

@@ -1,10 +1,11 @@
 """``commhooks list`` and ``commhooks describe``: the hooks and their options."""
 
-import click
-from rich.console import Console
-from rich.text import Text
+import textwrap
 
-from commhooks.cli.common import import_option, table_of_hooks
+import click
+
+from commhooks.cli.common import import_option
+from commhooks.costs.units import aligned
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
 from commhooks.lab.simulation.dry_run import usual_ratio
@@ -19,34 +20,33 @@ _FAMILIES = {
     "adaptive": "hooks that adapt",
     "": "other packages",
 }
-_CAPTION = """\
+_CAPTION = """
 average: exact, lossy, or lossy and different between ranks.
-fewer: bytes of plain averaging divided by those of the hook, for a matrix of 1024 x 1024 on 8 \
-ranks, after warm-ups.
-digits, bytes, gpt: change of the validation loss in percent in three small trainings.
-Figures are for the default options. A hook can be registered by its name alone, unless the table \
-says what it needs.
-`commhooks describe NAME` shows the options, what is sent, the paper, and the number of seeds."""
+fewer: bytes of plain averaging divided by those of the hook, for a matrix of
+  1024 x 1024 on 8 ranks, after warm-ups.
+digits, bytes, gpt: change of the validation loss in percent in three small
+  trainings.
+Figures are for the default options. A hook can be registered by its name
+alone, unless the table says what it needs. `commhooks describe NAME` shows the
+options, what is sent, the paper, and the number of seeds."""
 _TASKS = ("digits", "bytes", "gpt")
+_WIDTH = 76  # of texts
 
 
 @click.command(name="list")
 @import_option
 def list_hooks() -> None:
     """List all hooks by family, how much they send and how exact they are."""
-    table = table_of_hooks(("average", "fewer", *_TASKS), caption=_CAPTION)
-    table.columns[1].justify = "left"
-    table.add_column("needs")
+    lines: list[tuple[str, ...]] = [("hook", "average", "fewer", *_TASKS)]
     infos = [describe_hook(name) for name in available()]
     for family, title in _FAMILIES.items():
         members = [info for info in infos if info.family == family]
-        if members:
-            table.add_row(Text(title, style="bold"))
+        lines += [(title,)] if members else []
         for info in members:
-            needs = Text(f"needs {', '.join(info.needs)}" if info.needs else "")
-            table.add_row(f"  {info.name}", _average(info), _ratio(info), *_losses(info), needs)
-        table.add_section()
-    Console().print(table)
+            lines.append((f"  {info.name}", _average(info), _ratio(info), *_losses(info)))
+            needs = f"needs {', '.join(info.needs)}" if info.needs else ""
+            lines += [(f"    {text}",) for text in textwrap.wrap(needs, _WIDTH)]
+    click.echo(f"{aligned(lines, left=(0, 1))}\n{_CAPTION}")
 
 
 @click.command()

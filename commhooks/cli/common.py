@@ -4,25 +4,21 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from commhooks.costs.network import Link, Network
+from commhooks.costs.units import format_duration, format_rate, parse_duration, parse_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.references import import_module
 from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hook_specs
 from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models, load_callable
-from commhooks.lab.simulation import Link, Network
-from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -259,36 +255,12 @@ def usable_hooks(
     return usable, reasons
 
 
-def table_of_hooks(
-    columns: Iterable[str], *, caption: str, title: str | None = None, first: str = "hook"
-) -> Table:
-    """Make an empty table: a column ``first``, then right-aligned ``columns``."""
-    table = Table(
-        title=title,
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def show_failures(
-    console: Console, failures: Iterable[object], status: int = 0, *, is_error: bool = True
-) -> None:
-    """Print a line for each hook that failed, then exit with status 1 or with ``status``.
-
-    Do not exit if ``status`` is 0 and nothing failed, or that is no error.
-    """
-    for failure in failures:
-        line = Text.assemble(("Failed: ", "bold red"), str(failure))
-        console.print(line, soft_wrap=True)  # one line in a pipe
-        status = status or int(is_error)
-    if status:
-        sys.exit(status)
+def show_failures(reasons: Mapping[str, str], *, is_error: bool = True) -> None:
+    """Print a line for each hook that failed. Exit with status 1 if there is one, and an error."""
+    for hook, reason in reasons.items():
+        click.echo(f"{click.style('Failed:', fg='red', bold=True)} {hook}: {reason}")
+    if reasons and is_error:
+        sys.exit(1)
 
 
 def draw(function: str, *arguments: Any, path: Path | None) -> None:

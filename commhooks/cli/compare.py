@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,7 +12,6 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 from commhooks.cli.common import (
     FILE,
@@ -20,8 +20,6 @@ from commhooks.cli.common import (
     draw,
     hooks_option,
     model_options,
-    show_failures,
-    table_of_hooks,
 )
 from commhooks.cluster import LaunchedRanks
 from commhooks.lab.comparison import Comparison, ComparisonInterrupted
@@ -113,11 +111,14 @@ def compare(
             if launched:  # torchrun passes Ctrl-C on, after the terminal may have sent it
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         if is_first:
-            _show(comparison)
+            console = Console()
+            for line in str(comparison).splitlines():
+                is_whole = line.startswith("Failed: ")  # one line in a pipe
+                console.print(line, soft_wrap=is_whole, highlight=False, markup=False)
             for kind, path in files.items():
                 if path is not None:
                     _WRITERS[kind](comparison, path)
-    show_failures(Console(quiet=not is_first), comparison.failures, status)
+    sys.exit(status or int(bool(comparison.failures)))
 
 
 def _write_html(comparison: Comparison, path: Path) -> None:
@@ -134,22 +135,6 @@ _WRITERS: dict[str, Callable[[Comparison, Path], object]] = {
     "plot": lambda comparison, path: draw("draw_comparison", comparison, path=path),
     "html": _write_html,
 }
-
-
-def _show(comparison: Comparison) -> None:
-    console = Console()
-    title: str | None = comparison.title
-    for table in comparison.tables():
-        first, *names = table.names
-        shown = table_of_hooks(names, first=first, title=title, caption=table.explanations)
-        for name, *cells in table.lines:
-            if not cells:
-                shown.add_section()
-            shown.add_row(Text(name, style="" if cells else "bold"), *cells)
-        console.print(shown)
-        title = None
-    for line in comparison.remarks():
-        console.print(line, highlight=False, markup=False)
 
 
 @contextmanager

@@ -22,10 +22,11 @@ from commhooks.cli.common import (
     usable_hooks,
     with_references,
 )
+from commhooks.costs.backends import NCCL
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import measure_groups
-from commhooks.lab.simulation import BASELINE, NCCL, Job
+from commhooks.lab.simulation import BASELINE, Job
 from commhooks.lab.verdict import cost_of_measuring
 from commhooks.planning import solve
 
@@ -126,11 +127,9 @@ def plan(
     draw("draw_steps", problem, found, path=plot)
     table = found.table(all_groups=all_groups)
     click.echo(f"{cluster.title(model, speed)}\n\n{table}\n\n{found.summary}")
-    console = Console()
     saved = found.before.exposed_seconds
-    console.print(cost_of_measuring(measuring_seconds, saved), highlight=False)
-    lines = [f"{hook}: {why}" for hook, why in reasons.items()]
-    show_failures(console, lines, is_error=bool(candidates))
+    Console().print(cost_of_measuring(measuring_seconds, saved), highlight=False)
+    show_failures(reasons, is_error=bool(candidates))
 
 
 def _specs(

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from commhooks.costs.timeline import Span
+from commhooks.costs.units import format_rate
 from commhooks.lab.comparison import Comparison, Row
 from commhooks.lab.simulation import Study
-from commhooks.lab.units import format_rate
 from commhooks.planning import Plan, Problem
 
 GRAY = "#7f8794"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from commhooks.cli.common import (
     FILE,
@@ -18,22 +17,15 @@ from commhooks.cli.common import (
     hooks_option,
     model_options,
     show_failures,
-    table_of_hooks,
     usable_hooks,
     with_references,
 )
+from commhooks.costs.backends import NCCL
+from commhooks.costs.prediction import dry_run_sizes
+from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.simulation import (
-    BASELINE,
-    NCCL,
-    Job,
-    Measurements,
-    Study,
-    dry_run_sizes,
-    measure,
-)
-from commhooks.lab.units import format_duration
+from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, measure
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
 
@@ -99,10 +91,9 @@ def simulate(
     if json_file is not None:
         figures = study.to_json() | {"model": model, "failures": reasons}
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
-    console = Console()
-    console.print(_table(study, title, reasons))
-    console.print(study.advice, highlight=False)
-    show_failures(console, (f"{hook}: {reason}" for hook, reason in reasons.items()))
+    click.echo(f"{title}\n\n{_table(study, reasons)}")
+    Console().print(study.advice, highlight=False)
+    show_failures(reasons)
 
 
 def _measured(
@@ -127,19 +118,11 @@ def _measured(
     return known
 
 
-def _table(study: Study, title: str, failed: Iterable[str]) -> Table:
+def _table(study: Study, failed: Iterable[str]) -> str:
     baseline = study.predictions[BASELINE]
-    table = table_of_hooks(
-        ("step", "exposed", "speed-up", "MB sent", "fidelity", "break-even"),
-        title=title,
-        caption="step: forward and backward. exposed: the time that communication adds to "
-        f"{format_duration(study.alone_seconds)}.\n"
-        "MB sent: by one rank. break-even: the rates of links at which it beats allreduce.\n"
-        "fidelity: largest change of the validation loss in small trainings, at default options.",
-    )
-    table.columns[0].min_width = 9
-    for hook, prediction in study.predictions.items():
-        table.add_row(
+    heads = ("hook", "step", "exposed", "speed-up", "MB sent", "fidelity", "break-even")
+    hooks = (
+        (
             hook,
             format_duration(prediction.step_seconds),
             format_duration(prediction.exposed_seconds),
@@ -148,6 +131,13 @@ def _table(study: Study, title: str, failed: Iterable[str]) -> Table:
             fidelity_text(hook),
             "" if hook == BASELINE else str(study.break_even(hook) or "never"),
         )
-    for hook in failed:
-        table.add_row(hook, "failed")
-    return table
+        for hook, prediction in study.predictions.items()
+    )
+    return f"""{aligned([heads, *hooks, *((hook, "failed") for hook in failed)])}
+
+step: forward and backward.
+exposed: the time that communication adds to {format_duration(study.alone_seconds)}.
+MB sent: by one rank.
+fidelity: largest change of the validation loss in small trainings, at default options.
+break-even: the rates of links at which it beats allreduce.
+"""

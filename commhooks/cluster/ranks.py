@@ -24,11 +24,12 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -51,23 +52,53 @@ class RankStartError(RankError):
     """A rank did not start, or died between two calls."""
 
 
-class RankCaller(Protocol):
-    """Runs functions on all ranks: :class:`Ranks` or :class:`LaunchedRanks`."""
+class RankCaller(ABC):
+    """Runs functions on all ranks, each of which may keep an object between calls."""
 
     world_size: int
+    _making: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
 
+    @abstractmethod
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results of ``fn(rank, *args, **kwargs)`` by rank."""
 
+    def make(self, factory: Callable[..., Any], /, *args: Any) -> None:
+        """Keep ``factory(rank, *args)`` on each rank, in place of what was kept before."""
+        self._making = factory, *args
+        self(_make, *self._making)
+
+    def do(self, method: Callable[..., Any], /, *args: Any) -> list[Any]:
+        """Return the results of ``method(kept, *args)`` by rank."""
+        return self(_do, method, *args)
+
     def restart(self) -> None:
-        """Make the ranks usable after an error, without the state of earlier calls."""
+        """Make the ranks usable after an error. What they kept is made anew."""
+        self._restart()
+        if self._making is not None:
+            self.make(*self._making)
+
+    @abstractmethod
+    def _restart(self) -> None:
+        """Make the ranks usable, without the state of earlier calls."""
 
 
-class Ranks(AbstractContextManager["Ranks"]):
+_kept: list[Any] = []  # at most one object
+
+
+def _make(rank: int, factory: Callable[..., Any], *args: Any) -> None:
+    _kept.clear()
+    _kept.append(factory(rank, *args))
+
+
+def _do(rank: int, method: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG001
+    return method(_kept[0], *args)
+
+
+class Ranks(RankCaller, AbstractContextManager["Ranks"]):
     """A context manager of ``world_size`` ranks, over loopback or one on each host of ``link``.
 
-    ``ranks(fn, ...)`` runs ``fn(rank, ...)`` on every rank. State between calls lives in the
-    modules of the rank processes. Their output is shown only if a rank dies.
+    ``ranks(fn, ...)`` runs ``fn(rank, ...)`` on every rank. The output of the rank processes is
+    shown only if one dies.
 
     Args:
         world_size: number of ranks.
@@ -93,8 +124,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._pool = RankPool(link.prefixes if link else (), environment, keep_logs=True)
         self.restart()
 
-    def restart(self) -> None:
-        """Start the ranks as new processes, which have the state of no earlier call."""
+    def _restart(self) -> None:
+        """Start the ranks as new processes."""
         self._pool.close()
         try:
             if self._link is not None:
@@ -127,7 +158,7 @@ def _host_or_join(rank: int, *args: Any) -> None:
     join_group(rank, *args, hosts_store=rank == 0)
 
 
-class LaunchedRanks(AbstractContextManager["LaunchedRanks"]):
+class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
     """A context manager of this job's ranks. All of them run the same comparison.
 
     ``ranks(fn, ...)`` runs ``fn`` on this rank and returns the results of all ranks, so all come to
@@ -161,7 +192,7 @@ class LaunchedRanks(AbstractContextManager["LaunchedRanks"]):
             raise min(errors, key=lambda each: isinstance(each, CommHookPeerError))
         return [result.value for result in found]
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Check that the ranks still answer each other: they are processes of torchrun."""
         try:
             dist.barrier()

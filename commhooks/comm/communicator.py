@@ -142,12 +142,7 @@ class Communicator:
             wants_contribution: Whether the nested hook is to set the ``contribution`` of the
                 returned communicator.
         """
-        nested = self._derived(
-            key=self._key if key is None else key,
-            seed=getattr(hook, "seed", 0),
-            ranks=self._ranks,
-            parallel=self._parallel,
-        )
+        nested = self._derived(key=self._key if key is None else key, seed=getattr(hook, "seed", 0))
         nested.wants_contribution = wants_contribution
         return nested
 
@@ -286,7 +281,7 @@ class Communicator:
             self._check_rank("among", "each of them", rank)
         own = self._ranks or range(self.size)
         chosen = () if len(ranks) == self.group.size() else tuple(own[rank] for rank in ranks)
-        return self._derived(key=self._key, seed=self._seed, ranks=chosen, parallel=parallel)
+        return self._derived(ranks=chosen, parallel=parallel)
 
     def begin(self, exchange: Callable[["Communicator"], Coroutine[Any, Any, Tensor]]) -> Exchange:
         """Begin an exchange when this step has succeeded; a later step awaits its result.
@@ -297,20 +292,17 @@ class Communicator:
         another thread: the exchange must not use what they change, and its collectives must be its
         own. See Note [Exchanges between steps] in exchange.py.
         """
-        comm = Communicator(
-            self.group, step=self.step, key=self._key, seed=self._seed, ranks=self._ranks
-        )
+        comm = self._derived()
+        comm.begun = []
         begun = Exchange(functools.partial(exchange, comm))
         self.begun.append(begun)
         return begun
 
-    def _derived(
-        self, *, key: str, seed: int, ranks: tuple[int, ...], parallel: int
-    ) -> "Communicator":
-        """Return a communicator of the same run of the hook."""
-        derived = Communicator(
-            self.group, step=self.step, key=key, seed=seed, ranks=ranks, parallel=parallel
-        )
+    def _derived(self, **changes: Any) -> "Communicator":
+        """Return a communicator of the same run of the hook, with other arguments."""
+        own: dict[str, Any] = {"key": self._key, "seed": self._seed}
+        own |= {"ranks": self._ranks, "parallel": self._parallel}
+        derived = Communicator(self.group, step=self.step, **own | changes)
         derived.begun = self.begun
         derived.launched = self.launched
         return derived

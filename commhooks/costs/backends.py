@@ -62,6 +62,14 @@ class Cost:
     """Bytes that cross the rank's link inside the node."""
     cpu_seconds: float = 0.0
 
+    def seconds_alone(self, network: Network) -> float:
+        """Return the time of a collective that shares nothing with others."""
+        return self.latency_seconds + max(
+            self.link_bytes / network.link.bytes_per_second,
+            self.node_bytes / network.node_link.bytes_per_second,
+            self.cpu_seconds,
+        )
+
 
 class Backend(Protocol):
     """A library of collectives, such as Gloo or NCCL."""
@@ -236,16 +244,10 @@ class NCCL:
             traffic = shape.pairs(sent, peers, math.ceil(peers / _PEERS_AT_ONCE))
             return cost(traffic, _RING_SECONDS, _RING_INNER, _RING_OUTER)
 
-        def alone(cost: Cost) -> float:
-            """Return the time of a collective that has the network to itself."""
-            return cost.latency_seconds + max(
-                cost.link_bytes / network.link.bytes_per_second,
-                cost.node_bytes / network.node_link.bytes_per_second,
-            )
-
         match collective.operation:
             case "all_reduce":
-                return min(ring(2 * (size - 1) / size * nbytes, passes=2), tree(), key=alone)
+                found = ring(2 * (size - 1) / size * nbytes, passes=2), tree()
+                return min(found, key=lambda cost: cost.seconds_alone(network))
             case "reduce_scatter":
                 return ring((size - 1) / size * nbytes)
             case "all_gather":

@@ -15,9 +15,7 @@ ETHERNET_SHARE = 1448 / 1514
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a link. ``burst_bytes`` can be sent at once after a pause.
-
-    Token buckets allow such bursts: ``tc tbf``, and the rate limits of cloud machines.
+    """One direction of a link.
 
     Raises CommHookOptionError for a rate that is not positive or a negative latency.
     """
@@ -25,7 +23,6 @@ class Link:
     bits_per_second: float
     latency_seconds: float = 0.0
     payload_share: float = ETHERNET_SHARE
-    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.bits_per_second > 0 or self.latency_seconds < 0:

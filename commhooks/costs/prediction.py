@@ -16,7 +16,7 @@ import numpy as np
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
+from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.costs.timeline import replay
 from commhooks.errors import CommHookError
 
@@ -114,15 +114,14 @@ def predict(
         return math.fsum(share * value for (share, _), value in zip(kinds, values, strict=True))
 
     step_seconds = mean([timing.step_seconds for timing in timings])
-    waited = mean(
-        [
-            max(
-                0.0,
-                _exchange_seconds(trace, network, backend, cores) - _steps(trace) * step_seconds,
-            )
-            for _, trace in kinds
-        ]
-    )
+
+    def waited_for(exchanges: tuple[BucketTrace, ...]) -> float:
+        """Return the rest of the exchanges when the first of them is awaited."""
+        together = StepTrace(exchanges, 0.0, is_native=False)
+        seconds = replay(together, network, backend, cores).backward_seconds
+        return max(0.0, seconds - min(each.steps for each in exchanges) * step_seconds)
+
+    waited = mean([waited_for(trace.exchanges) if trace.exchanges else 0.0 for _, trace in kinds])
     return Prediction(
         step_seconds=step_seconds + waited,
         backward_seconds=mean([timing.backward_seconds for timing in timings]) + waited,
@@ -133,20 +132,6 @@ def predict(
     )
 
 
-def _exchange_seconds(trace: StepTrace, network: Network, backend: Backend, cores: float) -> float:
-    """Return how long the exchanges take that begin in a step."""
-    exchanges = trace.of_exchanges()
-    if not exchanges.buckets:
-        return 0.0
-    return replay(exchanges, network, backend, cores).backward_seconds
-
-
-def _steps(trace: StepTrace) -> int:
-    """Return how many steps later the first of these exchanges is awaited."""
-    steps = [exchange.steps for bucket in trace.buckets for exchange in bucket.exchanges]
-    return min(steps, default=0)
-
-
 def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> BucketTrace:
     if len({trace.structure for trace in known}) > 1:
         found = {n: trace.structure for n, trace in zip(sizes, known, strict=True)}
@@ -154,7 +139,7 @@ def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> Bu
             f"cannot predict the hook among {size} ranks: its collectives depend on the world "
             f"size, {found}; simulate at most {_LARGEST} ranks"
         )
-    return merged(
+    return merged_work(
         known,
         lambda seconds: seconds_at(size, sizes, seconds),
         lambda nbytes: bytes_at(size, sizes, nbytes),

@@ -74,21 +74,8 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class ExchangeTrace:
-    """An exchange that begins at the end of the step: Note [Exchanges between steps].
-
-    ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`.
-    """
-
-    steps: int
-    """Number of steps until its result is awaited."""
-    local_seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
-
-
-@dataclass(frozen=True)
 class BucketTrace:
-    """The work on one bucket. Without a hook by default.
+    """The work on one bucket, or in an exchange of it. Without a hook by default.
 
     ``local_seconds`` has the hook's own work before, between and after ``collectives``, so it has
     one more element.
@@ -100,7 +87,11 @@ class BucketTrace:
     unpack_seconds: float
     local_seconds: tuple[float, ...] = (0.0,)
     collectives: tuple[Collective, ...] = ()
-    exchanges: tuple[ExchangeTrace, ...] = ()
+    exchanges: tuple["BucketTrace", ...] = ()
+    """Those that begin at the end of the step: Note [Exchanges between steps] in comm/exchange.py.
+    """
+    steps: int = 0
+    """Of an exchange: the number of steps until its result is awaited."""
 
     @property
     def structure(self) -> tuple[tuple[tuple[str, bool], ...], ...]:
@@ -130,28 +121,19 @@ class StepTrace:
 
     def wire_bytes(self, nodes: int) -> float:
         """Return the bytes that rank 0 sends."""
-        in_step = sum(c.wire_bytes(nodes) for bucket in self.buckets for c in bucket.collectives)
-        return in_step + sum(
-            collective.wire_bytes(nodes)
-            for bucket in self.buckets
-            for exchange in bucket.exchanges
-            for collective in exchange.collectives
-        )
+        every = (*self.buckets, *self.exchanges)
+        return sum(c.wire_bytes(nodes) for bucket in every for c in bucket.collectives)
 
-    def of_exchanges(self) -> "StepTrace":
-        """Return the exchanges that begin in this step, as a step of nothing else."""
-        buckets = tuple(
-            BucketTrace(0, 0.0, 0.0, exchange.local_seconds, exchange.collectives)
-            for bucket in self.buckets
-            for exchange in bucket.exchanges
-        )
-        return StepTrace(buckets, 0.0, is_native=False)
+    @property
+    def exchanges(self) -> tuple[BucketTrace, ...]:
+        """The exchanges that begin in this step."""
+        return tuple(exchange for bucket in self.buckets for exchange in bucket.exchanges)
 
     def faster(self, factor: float) -> "StepTrace":
         """Return the trace of a machine that computes ``factor`` times as fast."""
         buckets = tuple(
             replace(
-                merged([bucket], lambda seconds: seconds[0] / factor),
+                merged_work([bucket], lambda seconds: seconds[0] / factor),
                 backward_seconds=bucket.backward_seconds / factor,
                 unpack_seconds=bucket.unpack_seconds / factor,
             )
@@ -181,9 +163,10 @@ def merged_work(
 ) -> _Work:
     """Merge work of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
 
-    Both get the numbers of all parts. Everything else is that of the first part.
+    Both get the numbers of all parts; exchanges are merged as well. Everything else is that of the
+    first part.
     """
-    return replace(
+    found = replace(
         parts[0],
         local_seconds=tuple(map(seconds, zip(*(p.local_seconds for p in parts), strict=True))),
         collectives=tuple(
@@ -191,16 +174,6 @@ def merged_work(
             for each in zip(*(part.collectives for part in parts), strict=True)
         ),
     )
-
-
-def merged(
-    traces: Sequence[BucketTrace],
-    seconds: Callable[[Sequence[float]], float],
-    nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
-) -> BucketTrace:
-    """Merge traces of one structure, their exchanges included: see :func:`merged_work`."""
-    exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
-    return replace(
-        merged_work(traces, seconds, nbytes),
-        exchanges=tuple(merged_work(each, seconds, nbytes) for each in exchanges),
-    )
+    begun = zip(*(getattr(part, "exchanges", ()) for part in parts), strict=True)
+    exchanges = tuple(merged_work(each, seconds, nbytes) for each in begun)
+    return replace(found, exchanges=exchanges) if exchanges else found

@@ -84,40 +84,18 @@ class Resource:
     """``capacity`` units per second, shared equally; one user gets at most ``limit``.
 
     When the shares are smaller than ``limit``, users get in each other's way and only the fraction
-    ``crowded`` of the capacity is used. ``burst`` units are granted at once if they were saved up
-    while the resource was idle.
+    ``crowded`` of the capacity is used.
     """
 
     capacity: float = math.inf
     limit: float = math.inf
-    burst: float = 0.0
     crowded: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.users = 0
-        self._saved = self.burst
-        self._idle_since = 0.0
+    users: int = 0
 
     def speed(self) -> float:
         """Return the units per second that each user gets."""
         share = self.capacity / max(1, self.users)
         return self.limit if share >= self.limit else share * self.crowded
-
-    def enter(self, now: float, amount: float) -> float:
-        """Add a user that needs ``amount`` units; return what a burst leaves of them."""
-        if self.users == 0 and self.burst:
-            idle = (now - self._idle_since) * self.capacity
-            self._saved = min(self.burst, self._saved + idle)
-        at_once = min(amount, self._saved)
-        self._saved -= at_once
-        self.users += 1
-        return amount - at_once
-
-    def leave(self, now: float) -> None:
-        """Remove a user."""
-        self.users -= 1
-        if self.users == 0:
-            self._idle_since = now
 
 
 @dataclass(eq=False)
@@ -138,8 +116,8 @@ class Clock:
 
     def use(self, resource: Resource, amount: float, then: Callable[[], None]) -> None:
         """Call ``then`` when ``amount`` units of ``resource`` have been used."""
-        remaining = resource.enter(self.now, amount)
-        self._uses.append(_Use(resource, remaining, then))
+        resource.users += 1
+        self._uses.append(_Use(resource, amount, then))
 
     def wait(self, seconds: float, then: Callable[[], None]) -> None:
         """Call ``then`` after ``seconds``, independently of all resources."""
@@ -159,7 +137,7 @@ class Clock:
             self.now += elapsed
             self._uses = [use for use in self._uses if use not in done]
             for use in done:
-                use.resource.leave(self.now)
+                use.resource.users -= 1
             for use in done:
                 use.then()
         return self.now
@@ -241,9 +219,8 @@ class _Replay:
         self._backend = backend
         self._clock = Clock()
         self._cores = Resource(cores, limit=1.0, crowded=_CROWDED)
-        link, inner = network.link, network.node_link
-        self._link = Resource(link.bytes_per_second, burst=link.burst_bytes)
-        self._node_link = Resource(inner.bytes_per_second, burst=inner.burst_bytes)
+        self._link = Resource(network.link.bytes_per_second)
+        self._node_link = Resource(network.node_link.bytes_per_second)
         self._executions = [_Execution(bucket, i) for i, bucket in enumerate(trace.buckets)]
         self._launched: list[_Execution] = []  # unfinished, in bucket order
         self._thread = _Queue(1)  # of the hook

@@ -382,7 +382,7 @@ def instances_in(
     """Yield the instances of ``kind`` in a value with their paths: "inner", "stages.1.1"."""
     if isinstance(value, kind):
         yield path, value
-    elif isinstance(value, list | tuple | dict):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+    elif isinstance(value, list | tuple | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield from instances_in(item, kind, f"{path}.{key}" if path else str(key))

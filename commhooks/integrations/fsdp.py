@@ -1,6 +1,6 @@
 """Models that ``fully_shard`` has sharded: hooks between replicas, few bits between shards.
 
-The quantized reduce-scatter between the ranks that a model is sharded over::
+The quantized reduce-scatter of gradients, between the ranks that a model is sharded over::
 
     messages = [encode(part) for part in flat.split(n / N)]    # part r: what rank r keeps
     received = all_to_all(messages)
@@ -9,16 +9,25 @@ The quantized reduce-scatter between the ranks that a model is sharded over::
 That is the first half of the two-shot all-reduce in algorithms/quantized/base.py: each number
 is rounded once, and the mean is not. Nothing is remembered. Error feedback would need an error for
 each parameter of the *whole* model on each rank, which is what sharding avoids.
+
+The quantized all-gather of parameters, before forward and before backward::
+
+    message = encode(large matrices of the shard) + bytes(its other parameters)
+    whole = [decode(message) for message in all_gather(message)]    # also the rank's own
+
+The shard does not change, so optimizers and checkpoints have the exact parameters. All ranks
+compute with the same rounded ones. A message depends only on the shard, even with stochastic
+rounding: until an optimizer steps, every gather returns the same bits.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp import FSDPAdapter
@@ -28,7 +37,7 @@ from commhooks.adapters.handle import register as register_any
 from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockCodec
 from commhooks.comm.agreement import check_agreement
-from commhooks.comm.wire import all_to_all_bytes, reduce_scatter_bytes
+from commhooks.comm.wire import all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.registry import create
 from commhooks.kernels import require
@@ -66,7 +75,7 @@ def register(
 
 def quantize_reduce_scatter(
     model: nn.Module, numbers: str | Mapping[str, Any] = "int8", /, **options: Any
-) -> "QuantizedReduceScatter":
+) -> "QuantizedCollective":
     """Reduce-scatter the gradients of a sharded model in few bits, from the next step on.
 
     Collective over the ranks that ``model`` is sharded over. It works with one and two dimensions
@@ -82,54 +91,95 @@ def quantize_reduce_scatter(
         CommHookError: ``model`` is not the root of a sharded model, or has one already.
         CommHookMismatchError: The ranks gave different arguments; on every rank.
     """
-    model = unwrap(model)
+    return _quantize(model, _ReduceScatter, numbers, options)
+
+
+def quantize_all_gather(
+    model: nn.Module,
+    numbers: str | Mapping[str, Any] = "int8",
+    /,
+    *,
+    exact_below: int = 4096,
+    **options: Any,
+) -> "QuantizedCollective":
+    """All-gather the parameters of a sharded model in few bits, from the next forward on.
+
+    Forward and backward compute with rounded parameters, the same on all ranks. Optimizers,
+    ``state_dict()`` and checkpoints have the exact ones. Collective, and together with what
+    :func:`quantize_reduce_scatter` works with, itself included.
+
+    If ``reshard_after_forward`` is a number of ranks, the numbers that these ranks gather before
+    backward are those of forward, and are sent as they are. ``unshard(async_op=True)`` returns when
+    the parameters have been received.
+
+    Args:
+        model: The root module, after ``fully_shard``.
+        numbers: How numbers are sent, as in :func:`quantize_reduce_scatter`.
+        exact_below: Parameters with fewer numbers are sent exactly, as are those of one dimension.
+        **options: The options of that hook.
+
+    Raises:
+        CommHookError: As :func:`quantize_reduce_scatter`. Also in forward, and then it names the
+            parameters, if those of a unit have several dtypes or gather other data
+            (``fsdp_pre_all_gather``).
+        CommHookMismatchError: The ranks gave different arguments; on every rank.
+    """
+    return _quantize(model, _AllGather, numbers, options, exact_below=exact_below)
+
+
+class QuantizedCollective:
+    """A collective of a sharded model that is quantized, and what it has sent."""
+
+    def __init__(self, units: Sequence["_Collective"]) -> None:
+        self._units = units
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes that this rank has sent so far."""
+        return sum(unit.wire_bytes for unit in self._units)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The bytes that it would have sent in the dtype in which FSDP reduces or gathers."""
+        return sum(unit.plain_bytes for unit in self._units)
+
+    def remove(self) -> None:
+        """Return to torch's collective. Call it between two steps, on every rank."""
+        for unit in self._units:
+            unit.remove()
+
+
+def _quantize(
+    model: nn.Module,
+    kind: type["_Collective"],
+    numbers: str | Mapping[str, Any],
+    options: Mapping[str, Any],
+    **settings: Any,
+) -> QuantizedCollective:
+    model, title = unwrap(model), kind.name.replace("_", "-")
     if not is_root(model):
         raise CommHookError(
             "expected the root module of a model that fully_shard has sharded, found "
             f"{type(model).__name__}"
         )
     units = [unit for unit in units_of(model) if unit.shards is not None]
-    if any(isinstance(unit.reduce_scatter, _Encoded) for unit in units):
-        raise CommHookError("the reduce-scatter of the model is quantized already; remove() it")
+    if any(isinstance(unit.collective(kind.name), kind) for unit in units):
+        raise CommHookError(f"the {title} of the model is quantized already; remove() it")
     failure: Exception | None = None
     try:
         hook = create(numbers, **options)
         format_ = _Bfloat16() if hook.name == "bf16" else _Codes(_quantized(hook), units)
-        identity = repr(hook.to_config())
+        identity = repr((hook.to_config(), settings))
     except Exception as error:
         failure, identity = error, repr(error)
     for group in {id(unit.shards): unit.shards for unit in units}.values():
         assert group is not None
-        check_agreement(group, units[0].device, "numbers of the reduce-scatter", identity)
+        check_agreement(group, units[0].device, f"numbers of the {title}", identity)
     if failure is not None:
         raise failure
-    return QuantizedReduceScatter(units, format_)
-
-
-class QuantizedReduceScatter:
-    """A quantized reduce-scatter, and what it has sent."""
-
-    def __init__(self, units: Sequence[Unit], format_: "_Format") -> None:
-        self._comms = [_Encoded(unit, index, format_) for index, unit in enumerate(units)]
-        self._torchs = [(unit, unit.reduce_scatter) for unit in units]
-        for unit, comm in zip(units, self._comms, strict=True):
-            unit.reduce_scatter = comm
-
-    @property
-    def wire_bytes(self) -> int:
-        """The bytes that this rank has sent so far."""
-        return sum(comm.wire_bytes for comm in self._comms)
-
-    @property
-    def plain_bytes(self) -> int:
-        """The bytes that it would have sent in the dtype in which FSDP reduces."""
-        return sum(comm.plain_bytes for comm in self._comms)
-
-    def remove(self) -> None:
-        """Return to torch's reduce-scatter. Call it between two steps, on every rank."""
-        while self._torchs:
-            unit, unit_comm = self._torchs.pop()
-            unit.reduce_scatter = unit_comm
+    return QuantizedCollective(
+        [kind(unit, index, format_, **settings) for index, unit in enumerate(units)]
+    )
 
 
 class _Codes:
@@ -152,6 +202,10 @@ class _Codes:
         """Write the mean of the decoded messages, in float32."""
         self._codec.average(messages, average, average.numel())
 
+    def decode(self, messages: Tensor, values: Tensor) -> None:
+        """Write the numbers of all messages one after the other, in float32."""
+        self._codec.assemble(messages, values, values.numel() // len(messages))
+
 
 class _Bfloat16:
     """Numbers cast to bfloat16."""
@@ -163,22 +217,39 @@ class _Bfloat16:
         numbers = messages.view(torch.bfloat16)
         torch.sum(numbers, 0, dtype=torch.float32, out=average).div_(messages.shape[0])
 
+    def decode(self, messages: Tensor, values: Tensor) -> None:
+        values.copy_(messages.view(torch.bfloat16).view(-1))
+
 
 _Format: TypeAlias = _Codes | _Bfloat16
 
 
-class _Encoded(ReduceScatter):
-    """The reduce-scatter of one unit. FSDP calls it on its own stream, and ignores its result."""
+class _Collective:
+    """A collective of one unit, in place of torch's. FSDP calls it on a stream of its own."""
+
+    name: ClassVar[str]
 
     def __init__(self, unit: Unit, index: int, format_: _Format) -> None:
         self.wire_bytes = self.plain_bytes = 0
         self._unit = unit
         self._index = index
         self._format = format_
-        self._calls = 0
+        self._torchs = unit.collective(self.name)
+        unit.set_collective(self.name, self)
+
+    def remove(self) -> None:
+        """Return to torch's, if that has not happened yet."""
+        if self._unit.collective(self.name) is self:
+            self._unit.set_collective(self.name, self._torchs)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        memory: Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
+        return memory
+
+
+class _ReduceScatter(_Collective, ReduceScatter):
+    name = "reduce_scatter"
+    _calls = 0
 
     def __call__(
         self,
@@ -189,10 +260,7 @@ class _Encoded(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         size = group.size()
-        if input_tensor.is_complex():
-            input_tensor, output_tensor = (
-                torch.view_as_real(tensor).view(-1) for tensor in (input_tensor, output_tensor)
-            )
+        input_tensor, output_tensor = _real(input_tensor), _real(output_tensor)
         seed = f"{self._index}:{self._calls}:{group.rank()}"
         self._calls += 1
         messages = self._format.encode(input_tensor, size, seed)
@@ -219,6 +287,77 @@ class _Encoded(ReduceScatter):
         return size / factor
 
 
+class _AllGather(_Collective, AllGather):
+    name = "all_gather"
+
+    def __init__(self, unit: Unit, index: int, format_: _Format, *, exact_below: int) -> None:
+        super().__init__(unit, index, format_)
+        self._exact_below = exact_below
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        size, parameters = group.size(), self._unit.gathered()
+        coded = [name for name, (shape, _) in parameters.items() if self._is_large(shape)]
+        self.plain_bytes += all_gather_bytes(input_tensor.nbytes, size)
+        # A smaller group has what forward left on its ranks: numbers that are rounded already.
+        if group is not self._unit.shards or not coded:
+            return self._gather(output_tensor, input_tensor, group, async_op)
+        lengths = {name: length for name, (_, length) in parameters.items()}
+        _check(input_tensor, lengths)
+        shards, wholes = _real(input_tensor), _real(output_tensor).view(size, -1)
+        reals = [shards.numel() // input_tensor.numel() * length for length in lengths.values()]
+        shard_of = dict(zip(lengths, torch.split(shards, reals), strict=True))
+        whole_of = dict(zip(lengths, torch.split(wholes, reals, 1), strict=True))
+        exact = [name for name in lengths if name not in coded]
+
+        numbers = torch.cat([shard_of[name] for name in coded]).float()
+        codes = self._format.encode(numbers, 1, seed="").view(-1)
+        message = torch.cat([codes, *(shard_of[name].view(torch.uint8) for name in exact)])
+        room = (size * message.numel(),)
+        received = self.allocate(room, dtype=message.dtype, device=message.device)
+        self._gather(received, message, group)
+        received = received.view(size, -1)
+        decoded = numbers.new_empty((size, numbers.numel()))
+        self._format.decode(received[:, : codes.numel()].contiguous(), decoded.view(-1))
+        _write(decoded, [whole_of[name] for name in coded])
+        _write(received[:, codes.numel() :], [whole_of[name].view(torch.uint8) for name in exact])
+        return None
+
+    def _gather(
+        self, received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.wire_bytes += all_gather_bytes(sent.nbytes, group.size())
+        with collective(group, "the all-gather of parameters"):
+            work: dist.Work | None = self._torchs(received, sent, group, async_op)
+            return work
+
+    def _is_large(self, shape: torch.Size) -> bool:
+        return len(shape) > 1 and shape.numel() >= self._exact_below
+
+
+def _check(flat: Tensor, lengths: Mapping[str, int]) -> None:
+    """Raise CommHookError unless ``flat`` has the parameters, one after the other."""
+    is_number = flat.is_floating_point() or flat.is_complex()
+    if not is_number or flat.element_size() < 2 or flat.numel() != sum(lengths.values()):
+        raise CommHookError(
+            f"expected FSDP to gather {sum(lengths.values())} numbers of 16 bits or more for "
+            f"{', '.join(lengths)}; found {flat.numel()} of {flat.dtype}. A unit whose parameters "
+            "have several dtypes, or fsdp_pre_all_gather, cannot be quantized"
+        )
+
+
+def _write(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy the columns of ``source`` to the targets."""
+    columns = torch.split(source, [target.shape[1] for target in targets], 1)
+    for target, column in zip(targets, columns, strict=True):
+        target.copy_(column)
+
+
 def _quantized(hook: Any) -> BlockCodec:
     if not isinstance(hook, Quantized):
         raise CommHookError(
@@ -226,3 +365,7 @@ def _quantized(hook: Any) -> BlockCodec:
             f"{hook!r}, which belongs between replicas: commhooks.register()"
         )
     return hook.make_codec()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

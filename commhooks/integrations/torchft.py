@@ -231,8 +231,8 @@ class _Members(Adapter):
             raise CommHookError("there has been no quorum; train a step first") from error
         return parent
 
-    def stats(self) -> HookStats:
-        return self._collector.stats(1 if self._followed is None else self._followed.size())
+    def stats(self, last: int | None = None) -> HookStats:
+        return self._collector.stats(1 if self._followed is None else self._followed.size(), last)
 
     def _reports(self, step: Callable[[], Any]) -> None:
         """Report an error to the manager. It raises nothing: the step is not committed."""

@@ -8,7 +8,7 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from commhooks.lab.units import format_rate
+from commhooks.costs.units import format_rate
 
 
 def gloo_addresses() -> list[str]:

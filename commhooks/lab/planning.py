@@ -124,21 +124,20 @@ def measure_groups(
         CommHookError: plain averaging fails.
     """
     exact_names(exact, {}, None)  # before processes start
-    planned = job, tuple(exact), world_size
     reasons: dict[str, str] = {}
     outcomes: dict[tuple[int, str], Choice] = {}
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
-        groups, step = ranks(_prepare, *planned)[0]
+        ranks.make(_Side, job, tuple(exact), world_size)
+        groups, step = ranks.do(_Side.prepared)[0]
         for hook in hooks:
             try:
-                found, refusal = ranks(_measure, hook.config)[0]
+                found, refusal = ranks.do(_Side.measure, hook.config)[0]
             except Exception as error:
                 if hook is hooks[0]:
                     raise
                 found, refusal = {}, reason_of(error)
                 ranks.restart()
-                ranks(_prepare, *planned)
             outcomes |= {(i, hook.text): outcome for i, outcome in found.items()}
             if not found:
                 reasons[hook.text] = refusal
@@ -153,21 +152,6 @@ class _Apart(CommHook):
 
     def bucket_key(self, parameter: str) -> bool:
         return parameter in self.exact
-
-
-_sides: list["_Side"] = []  # at most one
-
-
-def _prepare(
-    rank: int, job: Job, exact: Sequence[str], world_size: int
-) -> tuple[tuple[Group, ...], StepTrace]:
-    side = _Side(rank, job, exact, world_size)
-    _sides[:] = [side]
-    return side.groups, side.step.trace
-
-
-def _measure(rank: int, config: Mapping[str, Any]) -> tuple[dict[int, Choice], str]:  # noqa: ARG001
-    return _sides[0].measure(config)
 
 
 class _Side(RankSide):
@@ -186,6 +170,10 @@ class _Side(RankSide):
         self._sizes = [world_size] if world_size in known else known
         self._traces: dict[object, BucketTrace] = {}
         """Traces of dry runs, which groups of the same shapes share."""
+
+    def prepared(self) -> tuple[tuple[Group, ...], StepTrace]:
+        """Return the groups, and a step without hooks."""
+        return self.groups, self.step.trace
 
     def measure(self, config: Mapping[str, Any]) -> tuple[dict[int, Choice], str]:
         """Return what a hook does with each group that it can average.

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from commhooks.costs.units import format_duration
 from commhooks.hook.fidelity import fidelity_of
-from commhooks.lab.units import format_duration
 
 CAUTIOUS = "bf16"
 """The hook to keep if no other one helps, unless it does not help either."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from commhooks.costs.records import from_json
 from commhooks.costs.timeline import Timing
+from commhooks.costs.units import aligned
 from commhooks.errors import CommHookStateError
 
 _FORMAT = 1
@@ -98,12 +99,7 @@ class Plan:
             )
             for row in (self.rows if all_groups else merged(self.rows))
         )
-        lines = [heads, *cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        sides = "<><>>><"  # numbers on the right
-        return "\n".join(
-            "  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines
-        )
+        return aligned([heads, *cells], left=(0, 2, 6))
 
     @property
     def summary(self) -> str:

@@ -207,13 +207,7 @@ class Problem:
         return self.overheads[hook] + waiting, sending + choice.seconds
 
     def _seconds(self, collective: Collective) -> float:
-        """Return the time of a collective that shares nothing with others."""
-        network, cost = self.network, self.backend.cost(collective, self.network)
-        return cost.latency_seconds + max(
-            cost.link_bytes / network.link.bytes_per_second,
-            cost.node_bytes / network.node_link.bytes_per_second,
-            cost.cpu_seconds,
-        )
+        return self.backend.cost(collective, self.network).seconds_alone(self.network)
 
     def replay(self, assignment: Assignment, spans: list[Span] | None = None) -> Timing:
         """Return the time of a step on the timeline; append what happens in it to ``spans``."""

@@ -43,6 +43,9 @@ class HookExecution:
         completed: How many of them have completed, or were sent between two ranks.
     """
 
+    _place = "on"
+    """Where it fails, in front of the bucket."""
+
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         self.bucket = bucket
         self.comm = Communicator(
@@ -183,9 +186,9 @@ class HookExecution:
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         issued = sum(self.issued.values())
         return (
-            f"[rank {self.comm.rank}] hook {self._hook!r} failed on bucket {self.bucket.index()} "
-            f"(parameters {parameters}) at step {self.bucket.step}, after {issued} "
-            f"collectives: {text}"
+            f"[rank {self.comm.rank}] hook {self._hook!r} failed {self._place} bucket "
+            f"{self.bucket.index()} (parameters {parameters}) at step {self.bucket.step}, after "
+            f"{issued} collectives: {text}"
         )
 
     def peer_error(self, reason: str | None, error: Exception) -> CommHookPeerError:
@@ -248,6 +251,8 @@ class HookExecution:
 class ExchangeExecution(HookExecution):
     """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py."""
 
+    _place = "in the exchange that it began on"
+
     def __init__(
         self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup
     ) -> None:
@@ -259,14 +264,6 @@ class ExchangeExecution(HookExecution):
         """Add its bytes to those of the bucket on which it began."""
         collector.record(self._as_run(is_exchange=True), self.bucket)
 
-    def _locate(self, text: str) -> str:
-        issued = sum(self.issued.values())
-        return (
-            f"[rank {self.comm.rank}] hook {self._hook!r} failed in the exchange that it began on "
-            f"bucket {self.bucket.index()} at step {self.bucket.step}, after {issued} collectives: "
-            f"{text}"
-        )
-
     async def _run(self) -> Tensor:
         result = await self._function()
         if not isinstance(result, Tensor):
@@ -275,19 +272,7 @@ class ExchangeExecution(HookExecution):
 
 
 class EndOfStep(HookExecution):
-    """The vote of a step in which no bucket ``is_last()``. It comes after ``index`` buckets."""
-
-    def __init__(
-        self,
-        hook: CommHook,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        index: int,
-        step: int,
-    ) -> None:
-        nothing = torch.empty(0, device=device)
-        super().__init__(hook, GradBucket(nothing, [], [], index=index, step=step), group)
+    """The vote of a step in which no bucket ``is_last()``, as an execution on an empty bucket."""
 
     def record(self, collector: StatsCollector) -> None:
         """Do nothing: the statistics are those of buckets."""

@@ -19,13 +19,15 @@ stream has yet to read it. Therefore:
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from commhooks.hook.options import instances_in
 
 
 class SideStream:
@@ -114,17 +116,9 @@ def record_on_current_stream(value: Any) -> None:
     Their memory is not reused before the current stream has passed the point at which they are
     freed.
     """
-    for tensor in _tensors(value):
+    for _, tensor in instances_in(value, Tensor):
         if _has_streams(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _has_streams(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.costs.units import aligned
 from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
@@ -96,11 +97,11 @@ class HookStats:
     def __str__(self) -> str:
         before = f"; {self.left_out} before buckets were rebuilt left out" if self.left_out else ""
         way = "" if self.transport == "process group" else f", through {self.transport}"
+        heads = ("bucket", "gradient MB", "wire MB", "ratio", "hook ms", "exposed ms")
         lines = [
             f"means per step over {self.steps} steps{before}{way}",
-            "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
+            aligned([heads, *map(_cells, (*self.buckets, self.total))], left=()),
         ]
-        lines += [_line(bucket) for bucket in (*self.buckets, self.total)]
         return "\n".join(lines + [f"{name}: {value:g}" for name, value in self.metrics.items()])
 
 
@@ -264,13 +265,15 @@ def _sum(values: list[float | None]) -> float | None:
     return math.fsum(known) if len(known) == len(values) else None
 
 
-def _line(bucket: BucketStats) -> str:
-    def show(value: float | None, scale: float, digits: int) -> str:
+def _cells(bucket: BucketStats) -> tuple[str, ...]:
+    def show(value: float | None, scale: float = 1.0, digits: int = 3) -> str:
         return "-" if value is None else f"{value * scale:.{digits}f}"
 
     return (
-        f"{'total' if bucket.index is None else bucket.index:>6}"
-        f"{show(bucket.gradient_bytes, 1e-6, 3):>14}{show(bucket.wire_bytes, 1e-6, 3):>13}"
-        f"{show(bucket.ratio, 1, 2):>9}{show(bucket.hook_seconds, 1e3, 3):>12}"
-        f"{show(bucket.exposed_seconds, 1e3, 3):>12}"
+        "total" if bucket.index is None else str(bucket.index),
+        show(bucket.gradient_bytes, 1e-6),
+        show(bucket.wire_bytes, 1e-6),
+        show(bucket.ratio, digits=2),
+        show(bucket.hook_seconds, 1e3),
+        show(bucket.exposed_seconds, 1e3),
     )

@@ -104,8 +104,9 @@ class ThreadedRunner:
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
         """Vote after ``index`` buckets without a last one. Errors as for a bucket."""
-        end = EndOfStep(self._hook, self._group, self._device, index=index, step=step)
-        return self._launch(end)
+        nothing = torch.empty(0, device=self._device)
+        bucket = GradBucket(nothing, [], [], index=index, step=step)
+        return self._launch(EndOfStep(self._hook, bucket, self._group))
 
     def abandon(self) -> None:
         """End the current step early: buckets on their way fail, on all ranks."""

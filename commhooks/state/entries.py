@@ -11,6 +11,7 @@ from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import KeepsBucketState, declares, nested_parameters_of
+from commhooks.hook.options import instances_in
 from commhooks.hook.state import StateField, entry_problem
 
 
@@ -126,6 +127,4 @@ def merge(one: Any, other: Any) -> Any:
 
 def count(state: Any) -> int:
     """Return the number of tensors."""
-    return (
-        sum(map(count, state.values())) if isinstance(state, Mapping) else isinstance(state, Tensor)
-    )
+    return sum(1 for _ in instances_in(state, Tensor))

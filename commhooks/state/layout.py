@@ -1,7 +1,7 @@
 """How ranks are arranged: as replicas times shards; one shard without sharding."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,16 +42,10 @@ class Layout(NamedTuple):
 
     def sources(self, here: "Layout", rank: int) -> list["Source"]:
         """Return the parts of a state, saved on these ranks, that ``rank`` of ``here`` reads."""
-        if self == here:
-            ranks = [rank]
-        elif self.shards == here.shards:
-            replica, shard = divmod(rank, here.shards)
-            replicas = range(replica, self.replicas, here.replicas)
-            ranks = [it * self.shards + shard for it in replicas]
-        else:
-            ranks = list(range(rank, self.size, here.size))
-        one = self.shards == here.shards
-        shards = [rank % self.shards] if one else list(range(rank, self.shards, here.size))
+        ranks = range(rank, self.size, here.size)  # of the same shard, if there are as many shards
+        shards: Iterable[int] = range(rank, self.shards, here.size)
+        if self.shards == here.shards:
+            shards = [rank % self.shards]
         numbers = {"rank": ranks, "shard": shards}
         return [Source(kind, each, self) for kind, found in numbers.items() for each in found]
 

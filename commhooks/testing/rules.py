@@ -17,6 +17,7 @@ import commhooks
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
 from commhooks.hook.capabilities import Native, declares
+from commhooks.hook.options import instances_in
 from commhooks.testing.compare import (
     differences,
     disagreement,
@@ -222,7 +223,7 @@ def non_finite(context: RuleContext) -> Problems:
         bad = trainer.step(gradients)
         state = trainer.state()
         if not agrees:
-            if not _is_finite(state):
+            if not all(tensor.isfinite().all() for _, tensor in instances_in(state, Tensor)):
                 yield f"expected a finite state_dict() after a gradient of {number}"
         elif not same_bits(state, before):
             yield (
@@ -464,10 +465,3 @@ def _as_coroutine(hook: CommHook) -> Any:
 
 def _not_finite(found: Mapping[str, Tensor]) -> list[str]:
     return [f"{name} is not finite" for name, g in found.items() if not g.isfinite().all()]
-
-
-def _is_finite(state: Any) -> bool:
-    """Return whether all tensors in the nested dicts of a state_dict() are finite."""
-    if isinstance(state, Mapping):
-        return all(map(_is_finite, state.values()))
-    return not isinstance(state, Tensor) or bool(state.isfinite().all())

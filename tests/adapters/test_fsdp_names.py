@@ -18,6 +18,7 @@ NAMES = {  # of fsdp_units.py, by what has them
         "post_backward",
         "post_forward_mesh_info",
         "reduce_grads",
+        "_all_gather_comm",
         "_reduce_scatter_comm",
     ],
     "parameter": [

@@ -55,7 +55,7 @@ def test_a_table_of_hooks_and_advice(kept: Path) -> None:
         assert word in text
     assert "for gloo, " in text
     assert "computing 1 times as fast as here" in text
-    assert re.search(r"^ int8 .* \+0\.6 % ", text, re.M)
+    assert re.search(r"^int8 .* \+0\.6 % ", text, re.M)
     assert "Use " in text or "keep " in text
 
 
@@ -170,7 +170,7 @@ def test_hooks_that_fail_are_rows_with_a_reason(kept: Path, tmp_path: Path) -> N
     arguments = ("--hooks", "int9,int8,powersgd:rank=x", "--world-size", "4096")
     files = ("--measurements", str(kept), "--json", str(figures), "--plot", str(image))
     text = run(*BASIC, *arguments, *files, status=1)
-    assert re.search(r"^ int9 +failed *$", text, re.M)
+    assert re.search(r"^int9 +failed *$", text, re.M)
     assert "\nFailed: int9: hook 'int9': no hook is named 'int9'" in text
     assert "\nFailed: powersgd:rank=x: hook 'powersgd:rank=x': option 'rank'" in text
     found = json.loads(figures.read_text())

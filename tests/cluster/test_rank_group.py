@@ -55,6 +55,26 @@ def test_state_is_kept_between_calls() -> None:
         assert ranks(keep, 20) == [[10, 20], [11, 21]]
 
 
+class Counter:
+    def __init__(self, rank: int, start: int) -> None:
+        self.count = start + rank
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+
+def test_an_object_is_kept_on_each_rank_and_made_anew_after_a_restart() -> None:
+    with Ranks(2) as ranks:
+        ranks.make(Counter, 10)
+        assert ranks.do(Counter.add, 1) == [11, 12]
+        assert ranks.do(Counter.add, 1) == [12, 13]
+        ranks.restart()
+        assert ranks.do(Counter.add, 5) == [15, 16]
+        ranks.make(Counter, 20)
+        assert ranks.do(Counter.add, 0) == [20, 21]
+
+
 def test_an_error_names_its_rank() -> None:
     with Ranks(2) as ranks:
         with pytest.raises(KeyError, match="lost") as caught:

@@ -17,7 +17,7 @@ from commhooks.costs.prediction import (
     seconds_at,
 )
 from commhooks.costs.records import from_json
-from commhooks.costs.step_trace import BucketTrace, Collective, ExchangeTrace, Members, StepTrace
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 
 SIZES = [2, 4, 32]
 ALL = Members(1, spans_nodes=True)
@@ -113,7 +113,7 @@ EVERYONE = Members(1, spans_nodes=True)
 SLOW = Link(8e5, payload_share=1.0)  # 1 MB takes 10 s
 
 
-def predicted(size: int, *exchanges: ExchangeTrace) -> Prediction:
+def predicted(size: int, *exchanges: BucketTrace) -> Prediction:
     """A training in which every fourth step begins exchanges, and nothing else is sent."""
     quiet = StepTrace((BucketTrace(0, 0.1, 0.0, (0.0,), ()),), 0.1, is_native=False)
     busy = replace(quiet, buckets=(replace(quiet.buckets[0], exchanges=exchanges),))
@@ -123,8 +123,9 @@ def predicted(size: int, *exchanges: ExchangeTrace) -> Prediction:
     return predict(runs, Network(size, SLOW, SLOW), NCCL())
 
 
-def all_reduce(steps: int) -> ExchangeTrace:
-    return ExchangeTrace(steps, (0.0, 0.0), (Collective("all_reduce", 1e6, EVERYONE),))
+def all_reduce(steps: int) -> BucketTrace:
+    sent = (Collective("all_reduce", 1e6, EVERYONE),)
+    return BucketTrace(0, 0.0, 0.0, (0.0, 0.0), sent, steps=steps)
 
 
 def test_what_an_exchange_takes_longer_than_its_delay_is_waited_for() -> None:

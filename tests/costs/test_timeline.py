@@ -212,20 +212,6 @@ def test_a_later_use_shares_from_its_start():
     assert ends == pytest.approx([3.0, 4.0])
 
 
-def test_a_burst_is_granted_at_once_and_saved_up_again_while_idle():
-    clock, link = Clock(), Resource(capacity=10.0, burst=20.0)
-    ends = []
-
-    def again() -> None:
-        ends.append(clock.now)
-        clock.wait(1.0, lambda: clock.use(link, 20.0, lambda: ends.append(clock.now)))
-
-    clock.use(link, 30.0, again)
-    clock.run()
-    # 20 at once and 10 in one second. The pause saves up 10, so 10 take another second.
-    assert ends == pytest.approx([1.0, 3.0])
-
-
 def test_nothing_to_do_takes_no_time():
     clock = Clock()
     done = []

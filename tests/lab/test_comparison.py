@@ -33,13 +33,12 @@ from commhooks.lab.comparison import (
     ComparisonError,
     ComparisonInterrupted,
     compare,
-    remote,
 )
 from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.remote import TrainingError, Turn
+from commhooks.lab.comparison.remote import Side, TrainingError, Turn
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS
@@ -325,8 +324,7 @@ def take_turns(rank: int, size: int) -> None:
 
 def _take_turns(rank: int) -> None:
     workload = Workload("support.compared:net")
-    remote.prepare(rank, workload)
-    side = remote._sides[0]
+    side = Side(rank, workload)
     before = [parameter.detach().clone() for parameter in side.module.parameters()]
     wrappers_before = _wrappers()
 
@@ -334,15 +332,15 @@ def _take_turns(rank: int) -> None:
         turn.step()
         return [gradient.clone() for gradient in turn.gradients()]
 
-    own = remote._take_turn(BARE, rank, 0, gradients_of)
+    own = side.take_turn(BARE, 0, gradients_of)
     configs = [{"name": "bf16"}, {"name": "powersgd", "rank": 1}, {"name": "shifting"}]
     for entry in (TORCH, *(Entry(config["name"], config) for config in configs)):
-        remote.time_block(rank, entry, 0, 2)
-        remote.verify(rank, BARE)
+        side.time_block(entry, 0, 2)
+        side.verify(BARE)
         assert _wrappers() <= wrappers_before
         assert all(map(torch.equal, before, side.module.parameters()))
         # A wrapper that is still alive would average them.
-        assert all(map(torch.equal, own, remote._take_turn(BARE, rank, 0, gradients_of)))
+        assert all(map(torch.equal, own, side.take_turn(BARE, 0, gradients_of)))
 
 
 def _wrappers() -> set[int]:

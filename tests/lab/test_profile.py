@@ -8,7 +8,7 @@ from torch import nn
 
 import commhooks
 from commhooks.lab.simulation import Job
-from commhooks.lab.simulation.measurements import dry_run_hook, prepare_dry_runs
+from commhooks.lab.simulation.measurements import RankSide
 from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
 
@@ -58,10 +58,10 @@ def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
 
 def _dry_run(rank: int, world_size: int) -> list[bool]:
     job = Job("support.small_models:make", bucket_cap_mb=MB)
-    prepare_dry_runs(rank, job, busy=2)
+    side = RankSide(rank, job, busy=2)
     natives = []
     for name in ("bf16", "int8"):
-        runs = dry_run_hook(rank, {"name": name}, [2, 4, 32])
+        runs = side.dry_run({"name": name}, [2, 4, 32])
         assert runs is not None
         ((share, trace),) = runs.by_size[4]
         assert share == 1.0
@@ -81,8 +81,7 @@ def _by_role(rank: int, world_size: int) -> list[float]:
     job = Job("support.small_models:make", bucket_cap_mb=MB)
     rules = [["@output", "noop"], ["@1d", "noop"]]
     config = {"name": "route", "rules": rules, "default": "allreduce"}
-    prepare_dry_runs(rank, job, busy=1)
-    runs = dry_run_hook(rank, config, [2])
+    runs = RankSide(rank, job, busy=1).dry_run(config, [2])
     assert runs is not None
     return [trace.wire_bytes(2) for _, trace in runs.by_size[2]]
 
@@ -94,8 +93,7 @@ def test_hooks_know_the_roles_of_parameters() -> None:
 def _among_nodes(rank: int, world_size: int) -> list[str]:
     job = Job("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}
-    prepare_dry_runs(rank, job, busy=1)
-    runs = dry_run_hook(rank, config, [4, 8, 32])
+    runs = RankSide(rank, job, busy=1).dry_run(config, [4, 8, 32])
     assert runs is not None
     ((_, trace), *_) = runs.at(1000)
     return [collective.operation for collective in trace.buckets[0].collectives]

@@ -7,18 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from commhooks.costs.backends import Cost
+from commhooks.costs.backends import Cost, Gloo
+from commhooks.costs.network import Link, Network
+from commhooks.costs.prediction import DryRuns
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.lab.simulation import (
-    BASELINE,
-    BreakEvenRates,
-    DryRuns,
-    Gloo,
-    Link,
-    Network,
-    Study,
-    break_even_rates,
-)
+from commhooks.lab.simulation import BASELINE, BreakEvenRates, Study, break_even_rates
 
 ALL = Members(1, spans_nodes=True)
 SIZES = (2, 4, 32)

@@ -392,8 +392,9 @@ def test_a_sharded_run_continues_to_the_last_digit(tmp_path):
     def losses(*arguments):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         script = [str(EXAMPLES / "train_fsdp.py"), "--steps", "4", "--checkpoint-every", "2"]
-        folder = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-        result = run([*launcher, "--nproc-per-node", "4", *script, *folder, *arguments])
+        options = ["--quantize", "int8", "--quantize-weights", "int8"]
+        options += ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+        result = run([*launcher, "--nproc-per-node", "4", *script, *options, *arguments])
         assert result.returncode == 0, result.stderr
         return [line for line in result.stdout.splitlines() if line.startswith("step ")]
 

@@ -427,7 +427,8 @@ class _Rank(_Actor):
 
     def _execution(self, step: int, index: int, count: int) -> HookExecution:
         if index == len(self.world.program):
-            return EndOfStep(self.hook, self.group, torch.device("cpu"), index=index, step=step)
+            nothing = commhooks.GradBucket(torch.empty(0), [], [], index=index, step=step)
+            return EndOfStep(self.hook, nothing, self.group)
         weight = torch.nn.Parameter(torch.zeros(1))
         bucket = commhooks.GradBucket(
             torch.zeros(1),

@@ -13,7 +13,7 @@ from torch import nn
 from commhooks.cluster import LaunchedRanks
 from commhooks.cluster import links as shaped
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.base import is_lossless
+from commhooks.costs.units import format_rate
 from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
@@ -27,14 +27,11 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.machine import available_bytes, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
-from commhooks.lab.simulation import Link, Measurements, Network, Study
-from commhooks.lab.units import format_rate
 from commhooks.lab.verdict import CAUTIOUS
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries
-_LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the default of simulate
 
 
 def compare(
@@ -112,7 +109,6 @@ def compare(
     if not any(spec.text == CAUTIOUS for spec in specs):
         specs.insert(0, hook_spec(CAUTIOUS))
     entries = [BARE, TORCH, *map(Entry.of, specs)]
-    exact = {spec.text for spec in specs if is_lossless(spec.create())}
     notes = []
     if ranks is None and world_size > cores():
         notes.append(
@@ -127,10 +123,9 @@ def compare(
         entries,
         world_size,
         steps,
+        precision,
         train,
         train_steps,
-        exact=exact | {TORCH.name},
-        precision=precision,
         timeout=timeout,
         progress=progress,
         notes=notes,
@@ -229,12 +224,12 @@ class Report:
         of_links = {setting.bits_per_second: setting for setting in experiment.settings[1:]}
         for rate in links if experiment.settings else ():
             found = self._measured(of_links[rate]) if rate in of_links else []
-            if not found and (complete or self._study is not None):
+            if not found and (complete or experiment.study is not None):
                 found = self._predicted(rate)
                 known = {failure.hook for failure in failures}
                 failures += [
                     Failure(name, format_rate(rate), reason)
-                    for name, reason in self._unpredicted.items()
+                    for name, reason in experiment.unpredicted.items()
                     if name not in known
                 ]
             rows += found
@@ -250,7 +245,7 @@ class Report:
         )
 
     def _measured(self, setting: Setting) -> list[Row]:
-        figures = self._figures(setting)
+        figures = self.experiment.figures(setting)
         if TORCH.name not in figures:
             return []  # interrupted
         seconds = {name: found.step_seconds for name, found in figures.items()}
@@ -271,10 +266,11 @@ class Report:
 
     def _predicted(self, rate: float) -> list[Row]:
         """Return rows with the training of the first setting, at the predicted times."""
-        left_out = {failure.hook for failure in self.experiment.failures} | self._unpredicted.keys()
-        names = [entry.name for entry in self.experiment.entries if entry.name not in left_out]
+        experiment = self.experiment
+        left_out = {failure.hook for failure in experiment.failures} | experiment.unpredicted.keys()
+        names = [entry.name for entry in experiment.entries if entry.name not in left_out]
         seconds = {name: self._step_seconds(name, rate) for name in names}
-        trained = self.experiment.settings[0].training
+        trained = experiment.settings[0].training
         return [
             self._row(
                 name,
@@ -302,7 +298,8 @@ class Report:
         wire_bytes = self._local[name].wire_bytes
         bare = self._local[BARE.name].step_seconds
         plain_bytes = all_reduce_bytes(self.gradient_bytes, self.experiment.world_size)
-        is_simulated = self._study is not None and name in {BARE.name, *self._study.hooks}
+        study = self.experiment.study
+        is_simulated = study is not None and name in {BARE.name, *study.hooks}
         return Row(
             hook=name,
             bits_per_second=rate,
@@ -319,64 +316,26 @@ class Report:
             **figures,
         )
 
-    def _figures(self, setting: Setting) -> dict[str, Figures]:
-        names = [entry.name for entry in self.experiment.entries]
-        return {name: found for name in names if (found := setting.figures(name)) is not None}
-
     @cached_property
     def _local(self) -> dict[str, Figures]:
         """The figures of the first setting."""
-        return self._figures(self.experiment.settings[0])
-
-    @cached_property
-    def _unpredicted(self) -> dict[str, str]:
-        """The reasons why hooks cannot be predicted, by name."""
-        found = self.experiment.dry_runs
-        return {
-            entry.name: reason
-            for entry in self.experiment.entries
-            if isinstance(found, Measurements)
-            and (config := entry.simulated_config)
-            and (reason := found.reason(config))
-        }
-
-    @cached_property
-    def _study(self) -> Study | None:
-        """The entries over links of any rate, one link for each rank."""
-        found, size = self.experiment.dry_runs, self.experiment.world_size
-        if not isinstance(found, Measurements):
-            return None
-        return Study(
-            hooks={
-                entry.name: found.of(config)
-                for entry in self.experiment.entries
-                if entry.name in self._local
-                and (config := entry.simulated_config)
-                and config in found
-            },
-            network=Network(size, _LINK, _LINK),
-            backend=found.gloo,
-            cores=cores() / size,
-            baseline=TORCH.name,
-            loopback_seconds={name: f.step_seconds for name, f in self._local.items()},
-        )
+        return self.experiment.figures(self.experiment.settings[0])
 
     @cached_property
     def _break_even(self) -> dict[str, float]:
         """The rates below which hooks are faster than torch DDP, by name; 0 for never."""
-        if self._study is None:
+        if (study := self.experiment.study) is None:
             return {}
-        names = self._study.hooks.keys() - {TORCH.name}
-        rates = {name: self._study.break_even(name) for name in names}
+        rates = {name: study.break_even(name) for name in study.hooks.keys() - {TORCH.name}}
         return {name: found.below if found else 0.0 for name, found in rates.items()}
 
     def _step_seconds(self, name: str, rate: float) -> float:
         """Predict a step over links of this rate."""
-        if self._study is None:
+        if (study := self.experiment.study) is None:
             raise ComparisonError(
                 f"{format_rate(rate)} can be neither measured nor predicted: "
-                f"{self.experiment.dry_runs}"
+                f"{self.experiment.no_study}"
             )
         if name == BARE.name:
             return self._local[name].step_seconds
-        return self._study.step_seconds(name, rate)
+        return study.step_seconds(name, rate)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.adapters.wrapper import wrap
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.base import is_lossless
 from commhooks.hook.capabilities import any_declares
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, hook_spec
@@ -33,6 +34,12 @@ class Entry:
     def changes_parameters(self) -> bool:
         """Whether a step changes parameters as well as gradients."""
         return self.config is not None and any_declares(create(self.config), "changes_parameters")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the entry averages exactly, up to rounding."""
+        made = None if self.config is None else create(self.config)
+        return self == TORCH or (made is not None and is_lossless(made))
 
     @property
     def simulated_config(self) -> Mapping[str, Any] | None:

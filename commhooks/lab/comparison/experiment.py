@@ -14,11 +14,12 @@ from typing import Literal
 
 from commhooks.cluster import RankCaller, Ranks
 from commhooks.cluster import links as shaped
+from commhooks.costs.network import Link, Network
+from commhooks.costs.units import format_rate
 from commhooks.errors import CommHookError, reason_of
-from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
-from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, StepTimes
+from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, Side, StepTimes
 from commhooks.lab.comparison.result import (
     HOSTS,
     LOOPBACK,
@@ -29,13 +30,13 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.simulation import Job, Measurements, measure
-from commhooks.lab.units import format_rate
+from commhooks.lab.simulation import Job, Study, measure
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 _LEAST, _MOST = 12, 50
 """Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""
 _VALIDATIONS = 10
+_LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the default of simulate
 
 ProgressCallback = Callable[[str, float, float], None]
 """Called with a description of the current work, the steps that are done, and all steps."""
@@ -113,24 +114,27 @@ class Setting:
 class Experiment:
     """The entries of a comparison, how long each is measured, and what has been measured so far.
 
-    The entries named in ``exact`` must return the exact mean, within rounding of ``precision``.
+    Exact entries must return the exact mean, within rounding of ``precision``.
     """
 
     workload: Workload
     entries: list[Entry]
     world_size: int
     steps: int
-    train: str | None
-    train_steps: int
-    exact: set[str]
     precision: float
-    timeout: float
+    train: str | None = None
+    train_steps: int = 0
+    timeout: float = 600.0
     """Seconds for the steps of one entry that are run together."""
     progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
     """The settings in the order in which they were measured; the first one is verified."""
-    dry_runs: Measurements | Exception | None = None
-    """The basis of predictions, or the reason why there are none."""
+    study: Study | None = None
+    """Predictions for links of any rate, one link for each rank."""
+    unpredicted: dict[str, str] = field(default_factory=dict)
+    """The reasons why hooks are not in the study, by name."""
+    no_study: Exception | None = None
+    """The reason why there is no study, if one was tried."""
     notes: list[str] = field(default_factory=list)
     pairs: list[HostPair] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -146,7 +150,7 @@ class Experiment:
             loopback = self.begin(LOOPBACK, ranks)
             self.do(first, loopback, ranks)
             self._tell(loopback, "running hooks dry")
-            self.dry_runs = self._dry_run(ranks)
+            self._dry_run(ranks)
         for rate in links:
             try:
                 with (
@@ -174,7 +178,7 @@ class Experiment:
         """Prepare ranks for the tasks of a new setting."""
         setting = Setting(name, bits_per_second)
         self._tell(setting, "preparing")
-        ranks(remote.prepare, self.workload)
+        ranks.make(Side, self.workload)
         self.settings.append(setting)
         return setting
 
@@ -192,8 +196,12 @@ class Experiment:
                 except Exception as error:
                     self._fail(error, task, setting)
                     ranks.restart()
-                    ranks(remote.prepare, self.workload)
             self._steps_done += task.steps
+
+    def figures(self, setting: Setting) -> dict[str, Figures]:
+        """Return the figures of all entries that have been measured in a setting."""
+        names = [entry.name for entry in self.entries]
+        return {name: found for name in names if (found := setting.figures(name)) is not None}
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
         """Return the tasks of a setting; each training is in about ten parts."""
@@ -221,11 +229,11 @@ class Experiment:
         entry, name = task.entry, task.entry.name
         match task.kind:
             case "verifying":
-                first = _worst(ranks(remote.verify, entry))
-                self._check_error(name, first.error)
+                first = _worst(ranks.do(Side.verify, entry))
+                self._check_error(entry, first.error)
                 setting.first_steps[name] = first
             case "measuring":
-                by_rank: list[Block] = ranks(remote.time_block, entry, task.done, task.steps)
+                by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
                 steps = zip(*(block.times for block in by_rank), strict=True)
                 slowest = tuple(map(StepTimes.slowest, steps))
                 own = by_rank[0]
@@ -233,9 +241,9 @@ class Experiment:
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
-                    ranks(remote.begin_training, entry, self.train)
+                    ranks.do(Side.begin_training, entry, self.train)
                 for left in range(task.steps, 0, -1):
-                    point = ranks(remote.train, left == 1)[0]
+                    point = ranks.do(Side.train, left == 1)[0]
                 setting.training.setdefault(name, []).append(point)
                 if entry != TORCH and not math.isfinite(point.validation_loss):
                     raise CommHookError(
@@ -243,7 +251,7 @@ class Experiment:
                         f"{point.validation_loss} after {point.step} steps"
                     )
 
-    def _check_error(self, name: str, error: float | None) -> None:
+    def _check_error(self, entry: Entry, error: float | None) -> None:
         if error is None:
             return
         if not math.isfinite(error):
@@ -251,7 +259,7 @@ class Experiment:
                 "the gradients of a step are not finite, or their mean is zero or not finite"
             )
         rounding = _ROUNDINGS * self.precision
-        if name in self.exact and error > rounding:
+        if error > rounding and entry.is_exact:
             raise CommHookError(
                 f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
                 f"with a relative error of {error:.1e}. Is the model's gradient the same in each "
@@ -272,23 +280,33 @@ class Experiment:
             setting.blocks.pop(name, None)
         self.failures.append(Failure(name, setting.name, reason_of(error), f"{error}\n{details}"))
 
-    def _dry_run(self, ranks: Ranks) -> Measurements | Exception:
-        """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
-        ranks(remote.clear)
-        failed = {failure.hook for failure in self.failures}
-        entries = [entry for entry in self.entries if entry.name not in failed]
-        configs = [config for entry in entries if (config := entry.simulated_config)]
+    def _dry_run(self, ranks: Ranks) -> None:
+        """Prepare predictions. If it fails, ``ranks`` cannot be used any more."""
+        figures = self.figures(self.settings[0])
+        configs = {
+            entry.name: config
+            for entry in self.entries
+            if entry.name in figures and (config := entry.simulated_config)
+        }
         size, workload = self.world_size, self.workload
         job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
         try:
-            found = measure(job, configs, [size], ranks)
+            found = measure(job, list(configs.values()), [size], ranks)
         except Exception as error:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
-            return error
-        for entry in entries:
-            if entry.simulated_config and (reason := found.reason(entry.simulated_config)):
-                self.notes.append(f"{entry.name} is not predicted: {reason}")
-        return found
+            self.no_study = error
+            return
+        reasons = {name: found.reason(config) for name, config in configs.items()}
+        self.unpredicted = {name: reason for name, reason in reasons.items() if reason}
+        self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
+        self.study = Study(
+            {name: found.of(config) for name, config in configs.items() if config in found},
+            Network(size, _LINK, _LINK),
+            found.gloo,
+            cores=cores() / size,
+            baseline=TORCH.name,
+            loopback_seconds={name: each.step_seconds for name, each in figures.items()},
+        )
 
 
 def _steps(tasks: Sequence[Task]) -> int:

@@ -21,9 +21,9 @@ import pytest
 from torch import nn
 
 from commhooks.cluster import Ranks
-from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
+from commhooks.cluster.links import LinkError, shaped_link
+from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike
 from commhooks.lab.comparison.compare import Report, check_model
@@ -33,7 +33,6 @@ from commhooks.lab.comparison.remote import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.units import format_rate, parse_rate
 
 _BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 
@@ -58,26 +57,22 @@ class _Place:
         )
 
 
-class _RanksOfModule(Ranks):
-    """Ranks that have loaded the test module, with its models, hooks and functions."""
+@dataclass(frozen=True)
+class _Workload(Workload):
+    """A workload of a test module, which ranks load first, with its models, hooks and functions."""
 
-    def __init__(self, name: str, path: Path, place: _Place, link: ShapedLink | None) -> None:
-        self._module = name, str(path)
-        super().__init__(place.world_size, link, threads=max(1, cores() // place.world_size))
+    module: tuple[str, str] = ("", "")
+    """Name and path. With --import-mode=importlib it cannot be imported by its name."""
 
-    def restart(self) -> None:
-        super().restart()
-        self(_load, *self._module)
-
-
-def _load(rank: int, name: str, path: str) -> None:  # noqa: ARG001
-    # By its path: with --import-mode=importlib a test module cannot be imported by its name.
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+    def make_module(self) -> nn.Module:
+        name, path = self.module
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return super().make_module()
 
 
 class _Group:
@@ -86,19 +81,10 @@ class _Group:
     def __init__(self, place: _Place, ranks: Ranks, rate: float | None) -> None:
         self._ranks = ranks
         self._gradient_bytes, precision = check_model(place.workload, place.world_size)
-        self._experiment = Experiment(
-            place.workload,
-            [],
-            place.world_size,
-            place.steps,
-            train=None,
-            train_steps=0,
-            exact={TORCH.name},
-            precision=precision,
-            timeout=600,
-        )
+        self._experiment = Experiment(place.workload, [], place.world_size, place.steps, precision)
         self._setting = self._experiment.begin(place.link, ranks, rate)
-        self._benchmarks: list[tuple[str, Any]] = []
+        self.benchmarks: list[tuple[str, Any]] = []
+        """The hooks that are timed, and what waits for their steps."""
         for entry in _BESIDE.values():
             self.verify(entry)
 
@@ -107,22 +93,15 @@ class _Group:
         known = self._setting.first_steps.get(entry.name)
         if known is None:
             self._experiment.entries.append(entry)
-            if entry.config is not None and is_lossless(create(entry.config)):
-                self._experiment.exact.add(entry.name)
             self._do([Task("verifying", entry, 1)])
             self.raise_failures()
             known = self._setting.first_steps[entry.name]
         return known
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether a benchmark waits for the steps of a hook."""
-        return bool(self._benchmarks)
-
     def add(self, entry: Entry, benchmark: Any) -> None:
         """Let the steps of an entry be those of a benchmark."""
         benchmark.has_error = True  # until it has times: pytest-benchmark leaves it out
-        self._benchmarks.append((entry.name, benchmark))
+        self.benchmarks.append((entry.name, benchmark))
 
     def time_in_turn(self) -> str:
         """Time all entries, fill the benchmarks, and return a table.
@@ -132,7 +111,7 @@ class _Group:
         self._do(timing_tasks(self._experiment.entries, self._experiment.steps))
         found = Report(self._experiment, self._gradient_bytes).comparison((), complete=False)
         rows = {row.hook: row for row in found.rows}
-        for name, benchmark in self._benchmarks:
+        for name, benchmark in self.benchmarks:
             row = rows.get(name)
             if row is None:
                 continue
@@ -198,7 +177,8 @@ class ModuleBenchmarks:
                         link = stack.enter_context(hosts)
                     except LinkError as error:
                         pytest.skip(str(error))
-                ranks = _RanksOfModule(self.name, self.path, place, link)
+                threads = max(1, cores() // place.world_size)
+                ranks = Ranks(place.world_size, link, threads=threads)
                 group = _Group(place, stack.enter_context(ranks), rate)
                 self._groups[place] = group
                 self._open.push(stack.pop_all())
@@ -207,7 +187,7 @@ class ModuleBenchmarks:
     def time_in_turn(self) -> None:
         """Time the hooks of each place in turn. Raises CommHookError if one fails."""
         for place, group in self._groups.items():
-            if group.is_timed:
+            if group.benchmarks:
                 self.tables[str(place)] = group.time_in_turn()
         for group in self._groups.values():
             group.raise_failures()
@@ -278,7 +258,8 @@ class HookBenchmarks:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         shared = {"host_memory": True} if ranks_per_host > 1 else {}
         options = tuple(sorted((shared | dict(wrapper or {})).items()))
-        workload = Workload(model, batch, options, set_to_none)
+        module = self.module.name, str(self.module.path)
+        workload = _Workload(model, batch, options, set_to_none, module)
         place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)

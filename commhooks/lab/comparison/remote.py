@@ -1,4 +1,4 @@
-"""The rank's side of a comparison: functions that are called one at a time, on all ranks at once.
+"""The rank's side of a comparison. Its methods are called one at a time, on all ranks at once.
 
 Note [One model for all entries]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,7 +30,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -219,103 +219,84 @@ class TrainingRun:
         return self._count * (self._handle.stats().total.wire_bytes or 0.0)
 
 
-@dataclass
-class _RankSide:
-    workload: Workload
-    module: nn.Module
-    mean: list[Tensor] = field(default_factory=list)
-    """The exact mean over ranks of the gradients of one step."""
-    run: TrainingRun | None = None
+class Side:
+    """The model on this rank, with the same parameters and buffers as on the others."""
 
+    def __init__(self, rank: int, workload: Workload) -> None:
+        for entry in (TORCH, Entry.of("allreduce")):
+            # Load here what a first step loads, or the first entry would be charged for the memory.
+            model, _ = entry.wrap(nn.Linear(1, 1))
+            model(torch.ones(1, 1)).sum().backward()
+        self.module = workload.make_module()
+        wrap(self.module)  # checks the model, and sends that of rank 0 to all ranks
+        self._rank = rank
+        self._workload = workload
+        self._mean: list[Tensor] = []
+        """The exact mean over ranks of the gradients of one step."""
+        self._run: TrainingRun | None = None
 
-_sides: list[_RankSide] = []  # at most one
+    def verify(self, entry: Entry) -> FirstSteps:
+        """Run the first steps of an entry and compare the first gradients with their exact mean.
 
+        The mean is that of the bare model's gradients.
+        """
+        if entry != BARE and not self._mean:
+            self._mean = self.take_turn(BARE, FIRST_STEP, _mean_of_step)
 
-def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
-    """Prepare this rank: make the model, with the same parameters and buffers on all ranks."""
-    for entry in (TORCH, Entry.of("allreduce")):
-        # Load here what a first step loads, or the first entry would be charged for the memory.
-        model, _ = entry.wrap(nn.Linear(1, 1))
-        model(torch.ones(1, 1)).sum().backward()
-    module = workload.make_module()
-    wrap(module)  # checks the model, and sends that of rank 0 to all ranks
-    _sides[:] = [_RankSide(workload, module)]
-
-
-def verify(rank: int, entry: Entry) -> FirstSteps:
-    """Run the first steps of an entry and compare the first gradients with their exact mean.
-
-    The mean is that of the bare model's gradients.
-    """
-    side = _sides[0]
-    if entry != BARE and not side.mean:
-        side.mean = _take_turn(BARE, rank, FIRST_STEP, _mean_of_step)
-
-    def work(turn: Turn, peak: MemoryPeak) -> FirstSteps:
-        turn.step()
-        error = None if entry == BARE else _error(turn.gradients(), side.mean)
-        peak.begin()  # again, because computing the error does not count
-        for _ in range(_WARM_UP):
-            turn.clear()
+        def work(turn: Turn, peak: MemoryPeak) -> FirstSteps:
             turn.step()
-        return FirstSteps(error, peak.nbytes(), turn.costs()[0])
+            error = None if entry == BARE else _error(turn.gradients(), self._mean)
+            peak.begin()  # again, because computing the error does not count
+            for _ in range(_WARM_UP):
+                turn.clear()
+                turn.step()
+            return FirstSteps(error, peak.nbytes(), turn.costs()[0])
 
-    return _take_turn(entry, rank, FIRST_STEP, work)
+        return self.take_turn(entry, FIRST_STEP, work)
 
+    def time_block(self, entry: Entry, done: int, steps: int) -> Block:
+        """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps."""
+        self._mean = []
 
-def time_block(rank: int, entry: Entry, done: int, steps: int) -> Block:
-    """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps so far."""
-    _sides[0].mean = []
+        def work(turn: Turn, _peak: MemoryPeak) -> Block:
+            times = []
+            for index in range(_WARM_UP + steps):
+                if index == _WARM_UP:
+                    turn.begin_counting()
+                times.append(turn.step())
+                turn.clear()
+            return Block(tuple(times[_WARM_UP:]), *turn.costs())
 
-    def work(turn: Turn, _peak: MemoryPeak) -> Block:
-        times = []
-        for index in range(_WARM_UP + steps):
-            if index == _WARM_UP:
-                turn.begin_counting()
-            times.append(turn.step())
-            turn.clear()
-        return Block(tuple(times[_WARM_UP:]), *turn.costs())
+        return self.take_turn(entry, FIRST_STEP + done - _WARM_UP, work)
 
-    return _take_turn(entry, rank, FIRST_STEP + done - _WARM_UP, work)
+    def begin_training(self, entry: Entry, function: str) -> None:
+        """Train from the first step, with parameters of its own; free an earlier training."""
+        self._mean = []
+        self._run = None
+        free_memory()
+        self._run = TrainingRun(entry, self._workload, function, self._rank)
 
+    def train(self, validate: bool) -> TrainingPoint | None:
+        """Run one training step; return the loss after it if ``validate``."""
+        assert self._run is not None
+        self._run.step()
+        return self._run.validate() if validate else None
 
-def clear(rank: int) -> None:  # noqa: ARG001
-    """Free everything."""
-    _sides.clear()
-    free_memory()
-
-
-def begin_training(rank: int, entry: Entry, function: str) -> None:
-    """Start training from the first step, with parameters of its own; free an earlier training."""
-    side = _sides[0]
-    side.mean = []
-    side.run = None
-    free_memory()
-    side.run = TrainingRun(entry, side.workload, function, rank)
-
-
-def train(rank: int, validate: bool) -> TrainingPoint | None:  # noqa: ARG001
-    """Run one training step; return the loss after it if ``validate``."""
-    run = _sides[0].run
-    assert run is not None
-    run.step()
-    return run.validate() if validate else None
-
-
-def _take_turn(
-    entry: Entry, rank: int, first_step: int, work: Callable[[Turn, MemoryPeak], _Result]
-) -> _Result:
-    """Do the work in a turn of the entry, see Note [One model for all entries]."""
-    side = _sides[0]
-    parameters = list(side.module.parameters()) if entry.changes_parameters else []
-    before = [parameter.detach().clone() for parameter in parameters]
-    peak = MemoryPeak()
-    result = work(Turn(entry, side.module, side.workload, rank, first_step=first_step), peak)
-    for parameter, value in zip(parameters, before, strict=True):
-        parameter.detach().copy_(value)
-    side.module.zero_grad(set_to_none=True)
-    free_memory()
-    return result
+    def take_turn(
+        self, entry: Entry, first_step: int, work: Callable[[Turn, MemoryPeak], _Result]
+    ) -> _Result:
+        """Do the work in a turn of the entry, see Note [One model for all entries]."""
+        parameters = list(self.module.parameters()) if entry.changes_parameters else []
+        before = [parameter.detach().clone() for parameter in parameters]
+        peak = MemoryPeak()
+        turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
+        result = work(turn, peak)
+        del turn
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.detach().copy_(value)
+        self.module.zero_grad(set_to_none=True)
+        free_memory()
+        return result
 
 
 def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:

@@ -3,12 +3,12 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from commhooks.costs.units import aligned, format_bytes, format_duration, format_rate
 from commhooks.errors import CommHookError
-from commhooks.lab.units import format_bytes, format_duration, format_rate
 from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
 LOOPBACK = "loopback"
@@ -123,23 +123,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Lines of text cells under the names of columns.
-
-    A line of one cell is the heading of those that follow; lines of failed hooks are shorter.
-    """
-
-    names: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-
-    @property
-    def explanations(self) -> str:
-        """A line for each column that needs one, which begins with its name."""
-        known = (name for name in self.names if name in _EXPLANATIONS)
-        return "\n".join(f"{name}: {_EXPLANATIONS[name]}" for name in known)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The rows of a comparison, its model and its setting."""
 
@@ -161,21 +144,23 @@ class Comparison:
         """Return tables, notes, failures and verdicts as plain text, as wide as needed."""
         if not self.rows:
             return "\n".join(["nothing was measured", *map(str, self.failures)])
-        parts = [self.title]
-        for table in self.tables():
-            parts += [_aligned([table.names, *table.lines]), table.explanations]
-        parts.append("\n".join([*self.remarks(), *(f"Failed: {each}" for each in self.failures)]))
+        gradients = format_bytes(self.rows[0].gradient_bytes)
+        parts = [f"{self.model}, {self.world_size} ranks, {gradients} of gradients"]
+        for lines in self._tables():
+            known = (f"{n}: {_EXPLANATIONS[n]}" for n in lines[0] if n in _EXPLANATIONS)
+            parts += [aligned(lines), "\n".join(known)]
+        remarks = [f"Note: {note}." for note in self.notes]
+        remarks += [f"{link}: {text}" for link, text in self.verdicts().items()]
+        parts.append("\n".join([*remarks, *(f"Failed: {each}" for each in self.failures)]))
         return "\n\n".join(filter(None, parts))
 
-    @property
-    def title(self) -> str:
-        """The model, the number of ranks and the size of the gradients."""
-        gradients = format_bytes(self.rows[0].gradient_bytes)
-        return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
+    def _tables(self) -> list[list[tuple[str, ...]]]:
+        """Return tables of pairs of hosts, of times by link, and of costs that no link changes.
 
-    def tables(self) -> list[Table]:
-        """Return tables of pairs of hosts, of times by link, and of costs that no link changes."""
-        found = []
+        Each begins with the names of its columns. A line of one cell is the heading of those that
+        follow; lines of failed hooks are shorter.
+        """
+        found: list[list[tuple[str, ...]]] = []
         if self.pairs:
             lines = (
                 (
@@ -186,15 +171,14 @@ class Comparison:
                 )
                 for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
             )
-            found.append(Table(("pair of hosts", "rate", "latency", "note"), tuple(lines)))
-        times: list[tuple[str, ...]] = []
+            found.append([("pair of hosts", "rate", "latency", "note"), *lines])
+        times: list[tuple[str, ...]] = [("hook", *self._used(_TIMES))]
         for link in self.links:
             times.append((f"{link}, {self.kind_of(link)}",))
             times += [(f"  {hook}", *cells) for hook, *cells in self._lines(_TIMES, link)]
             times += [(f"  {failure.hook}", "failed") for failure in self.failures_over(link)]
-        found.append(Table(("hook", *self._used(_TIMES)), tuple(times)))
         costs = self._lines(_COSTS, self.links[0])
-        return [*found, Table(("hook", *self._used(_COSTS)), tuple(costs))]
+        return [*found, times, [("hook", *self._used(_COSTS)), *costs]]
 
     def _lines(self, columns: "_Columns", link: str) -> list[tuple[str, ...]]:
         used = self._used(columns).values()
@@ -208,11 +192,6 @@ class Comparison:
             for name, cell in columns.items()
             if any(cell(self, row) for row in self.rows)
         }
-
-    def remarks(self) -> list[str]:
-        """Return the notes and the verdicts, a line each."""
-        notes = [f"Note: {note}." for note in self.notes]
-        return notes + [f"{link}: {text}" for link, text in self.verdicts().items()]
 
     @property
     def slow_pairs(self) -> list[HostPair]:
@@ -350,21 +329,6 @@ def _break_even(bits_per_second: float | None) -> str:
     if math.isinf(bits_per_second):
         return "any rate"
     return format_rate(bits_per_second) if bits_per_second else "never"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Align cells in columns, the first one to the left; a single cell may be of any width."""
-    widths = [
-        max(len(line[i]) for line in lines if i < len(line) and len(line) > 1)
-        for i in range(len(lines[0]))
-    ]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def _plain(value: Any) -> Any:

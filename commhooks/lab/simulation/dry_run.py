@@ -34,10 +34,9 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.step_trace import (
     BucketTrace,
     Collective,
-    ExchangeTrace,
     Members,
     StepTrace,
-    merged,
+    merged_work,
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
@@ -158,12 +157,12 @@ class _Tracer:
         exchanges = tuple(self._exchange(exchange) for exchange in comm.begun)
         return BucketTrace(bucket.buffer().nbytes, 0.0, 0.0, local, collectives, exchanges)
 
-    def _exchange(self, exchange: Exchange) -> ExchangeTrace:
+    def _exchange(self, exchange: Exchange) -> BucketTrace:
         local, collectives, result = self._run(exchange.run())
         exchange.future = new_future(result.device)
         exchange.future.set_result(result)
         self._begun.append(exchange)
-        return ExchangeTrace(0, local, collectives)
+        return BucketTrace(0, 0.0, 0.0, local, collectives)
 
     def _run(
         self, coroutine: Coroutine[Any, Any, Tensor]
@@ -216,7 +215,7 @@ def _fastest(traces: Sequence[BucketTrace]) -> BucketTrace:
     """Return the last trace with the shortest seconds of all."""
     if len({trace.structure for trace in traces}) > 1:
         return traces[-1]  # what the hook sends depends on its state, which the last run has
-    return merged(traces[::-1], min)
+    return merged_work(traces[::-1], min)
 
 
 def fake_group(size: int) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ from commhooks.hook.capabilities import bucket_key_of, native_of
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of
-from commhooks.lab.machine import cores
+from commhooks.lab.machine import cores, free_memory
 from commhooks.lab.models import ModelError, Workload
 from commhooks.lab.simulation.dry_run import as_launched, dry_run, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
@@ -134,18 +134,17 @@ def measure(
         with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
-    ranks(prepare_dry_runs, job, busy)
+    ranks.make(RankSide, job, busy)
     dry_runs: dict[str, DryRuns] = {}
     reasons: dict[str, str] = {}
     for config in map(config_of, hooks):
         try:
-            dry_runs[_hook_key(config)] = ranks(dry_run_hook, config, list(sizes))[0]
+            dry_runs[_hook_key(config)] = ranks.do(RankSide.dry_run, config, list(sizes))[0]
         except Exception as error:
             if config == {"name": BASELINE} or isinstance(error, ModelError):
                 raise
             reasons[_hook_key(config)] = reason_of(error)
             ranks.restart()
-            ranks(prepare_dry_runs, job, busy)
     machine = f"{platform.machine()}, {platform.system()}, torch {torch.__version__}"
     return Measurements(machine, job, gloo, dry_runs, reasons)
 
@@ -153,32 +152,31 @@ def measure(
 class RankSide:
     """The model on this rank, and its last profile.
 
-    The first ``busy`` ranks profile at the same time.
+    The first ``busy`` ranks of the default group measure at the same time, each for itself, so that
+    they share the memory's bandwidth as the ranks of a machine do. The other ranks are idle.
     """
 
     def __init__(self, rank: int, job: Job, busy: int) -> None:
+        free_memory()  # of what the rank kept before
         self.job = job
         self._rank = rank
         self._together = dist.new_group(range(busy))
         alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
         assert isinstance(alone, dist.ProcessGroup)
         self.alone = alone
-        self.is_busy = rank < busy
+        self._is_busy = rank < busy
         self._model = job.make_module()
         self._batch = job.make_input(self._model, rank)
         self.parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         self.roles = roles_of(self._model)
         self._profile: tuple[tuple[Any, ...], StepProfile] | None = None
 
-    def begin_together(self) -> None:
-        dist.barrier(self._together)
-
     def profile(self, hook: CommHook) -> StepProfile:
         """Return the profile that consecutive hooks with the same buckets share."""
         keys = tuple(bucket_key_of(hook, name) for name in self.parameters)
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
-            self.begin_together()
+            dist.barrier(self._together)
             step = profile(
                 self._model,
                 lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
@@ -189,48 +187,34 @@ class RankSide:
             self._profile = keys, step
         return self._profile[1]
 
-
-_sides: list[RankSide] = []  # at most one
-
-
-def prepare_dry_runs(rank: int, job: Job, busy: int) -> None:
-    """Prepare this rank for :func:`dry_run_hook`.
-
-    The first ``busy`` ranks of the default group measure at the same time, each for itself, so that
-    they share the memory's bandwidth as the ranks of a machine do. The other ranks are idle.
-    """
-    _sides[:] = [RankSide(rank, job, busy)]
-
-
-def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> DryRuns | None:  # noqa: ARG001
-    """Return the work of a hook on the model in worlds of ``sizes``; None on idle ranks."""
-    side = _sides[0]
-    if not side.is_busy:
-        return None
-    job = side.job
-    hook = create(config)
-    with as_launched(job.ranks_per_node):
-        prepare(hook, side.parameters, fake_group(max(sizes)), side.roles)
-    step = side.profile(hook)
-    is_native = native_of(create(config), side.alone) is not None
-    side.begin_together()
-    by_size = {
-        size: [
-            (share, step.with_hook(trace, is_native=is_native))
-            for share, trace in dry_run(
-                config,
-                step.buckets,
-                side.parameters,
-                side.roles,
-                size=size,
-                ranks_per_node=job.ranks_per_node,
-                first_step=job.first_step,
-                is_timed=not is_native,  # its work is the engine's, which the profile contains
-            )
-        ]
-        for size in sizes
-    }
-    return DryRuns(by_size, job.ranks_per_node)
+    def dry_run(self, config: Mapping[str, Any], sizes: Sequence[int]) -> DryRuns | None:
+        """Return the work of a hook in worlds of ``sizes``; None on idle ranks."""
+        if not self._is_busy:
+            return None
+        job = self.job
+        hook = create(config)
+        with as_launched(job.ranks_per_node):
+            prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
+        step = self.profile(hook)
+        is_native = native_of(create(config), self.alone) is not None
+        dist.barrier(self._together)
+        by_size = {
+            size: [
+                (share, step.with_hook(trace, is_native=is_native))
+                for share, trace in dry_run(
+                    config,
+                    step.buckets,
+                    self.parameters,
+                    self.roles,
+                    size=size,
+                    ranks_per_node=job.ranks_per_node,
+                    first_step=job.first_step,
+                    is_timed=not is_native,  # its work is the engine's, which the profile contains
+                )
+            ]
+            for size in sizes
+        }
+        return DryRuns(by_size, job.ranks_per_node)
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:

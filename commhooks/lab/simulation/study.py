@@ -9,7 +9,7 @@ from typing import Any
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Link, Network
 from commhooks.costs.prediction import DryRuns, Prediction, predict
-from commhooks.lab.units import format_rate
+from commhooks.costs.units import format_rate
 from commhooks.lab.verdict import verdict
 
 BASELINE = "allreduce"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from commhooks.lab.units import (
+from commhooks.costs.units import (
     format_bytes,
     format_duration,
     format_rate,

@@ -1,8 +1,8 @@
-"""Read and write numbers with units: ``1gbit``, ``100 Mbit/s``, ``20us``, ``3.34 MB``."""
+"""Read and write numbers with units, ``1gbit``, ``100 Mbit/s``, ``20us``, and tables of them."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 _LARGE = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}
 _SMALL = {"": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -42,6 +42,21 @@ def parse_duration(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """Format briefly, such as ``1.5 ms``."""
     return _format(seconds, _SMALL, "s")
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Align cells in columns, those in ``left`` to the left; a single cell may be of any width."""
+    widths = [
+        max(len(line[i]) for line in lines if i < len(line) and len(line) > 1)
+        for i in range(len(lines[0]))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _parse(pattern: re.Pattern[str], text: str, scales: Mapping[str, float]) -> float:

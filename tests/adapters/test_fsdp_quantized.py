@@ -1,6 +1,7 @@
-"""The reduce-scatter of FSDP2 in few bits."""
+"""The reduce-scatter and the all-gather of FSDP2 in few bits."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ NUMBERS: list[tuple[str, dict[str, Any], float]] = [
     ("bf16", {}, 0.005),
 ]
 """A hook, its options, and the largest relative error of the gradients of the first step."""
+COLLECTIVES = {
+    "reduce-scatter": fsdp.quantize_reduce_scatter,
+    "all-gather": partial(fsdp.quantize_all_gather, exact_below=0),
+}
+collectives = pytest.mark.parametrize("name", COLLECTIVES)
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -27,14 +33,14 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return float((difference / sum(b.float().square().sum() for b in expected)).sqrt())
 
 
-def near_native(rank: int, size: int, features: list[str]) -> None:
+def near_native(rank: int, size: int, collective: str, features: list[str]) -> None:
     mesh = mesh_of(1, size)
     for name in features:
         feature = FEATURES[name]
         for numbers, options, worst in NUMBERS:
             expected = train(build(mesh["shard"], feature), rank, 1, feature)
             net = build(mesh["shard"], feature)
-            quantized = fsdp.quantize_reduce_scatter(net, numbers, **options)
+            quantized = COLLECTIVES[collective](net, numbers, **options)
             found = train(net, rank, 1, feature)
             gradients = len(expected) - len(list(net.parameters()))
             rounding = error(found[:gradients], expected[:gradients])
@@ -46,70 +52,87 @@ def near_native(rank: int, size: int, features: list[str]) -> None:
             assert [a.shape for a in native] == [a.shape for a in expected]
 
 
-def test_gradients_are_near_those_of_torch(run_ranks: Any) -> None:
-    run_ranks(near_native, 3, ["units", "sums divided by a factor"], timeout=240)
+@collectives
+def test_gradients_are_near_those_of_torch(run_ranks: Any, name: str) -> None:
+    features = ["units", "sums divided by a factor", "mixed precision"]
+    run_ranks(near_native, 3, name, features, timeout=240)
 
 
 @pytest.mark.exhaustive
-def test_everything_that_people_set(run_ranks: Any) -> None:
-    names = [name for name in FEATURES if name != "zeros for unused parameters"]
-    run_ranks(near_native, 3, names, timeout=240)
+@collectives
+def test_everything_that_people_set(run_ranks: Any, name: str) -> None:
+    names = [each for each in FEATURES if each != "zeros for unused parameters"]
+    run_ranks(near_native, 3, name, names, timeout=240)
 
 
 def same_everywhere(rank: int, size: int) -> None:
-    """It composes with a hook; a factor alone, which Gloo refuses, works here."""
+    """They compose with a hook; a factor alone, which Gloo refuses, works here."""
     mesh = mesh_of(2, 2)
     nets = [build(mesh, FEATURES["sums divided by a factor"]), build(mesh)]
     for unit in (nets[1], *nets[1].blocks):
         unit.set_gradient_divide_factor(5.0)
     for net in nets:
-        fsdp.quantize_reduce_scatter(net, {"name": "int8", "block_size": 32})
+        for quantize in COLLECTIVES.values():
+            quantize(net, {"name": "int8", "block_size": 32})
         commhooks.register(net, "int8")
     for a, b in zip(train(nets[0], rank, 3), train(nets[1], rank, 3), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_it_composes_with_a_hook(run_ranks: Any) -> None:
+def test_both_compose_with_a_hook(run_ranks: Any) -> None:
     run_ranks(same_everywhere, 4)
 
 
-def refuse(rank: int, size: int) -> None:
+def refuse(rank: int, size: int, collective: str) -> None:
+    quantize = COLLECTIVES[collective]
     net = build(mesh_of(1, 2)["shard"])
-    with pytest.raises(commhooks.CommHookMismatchError, match="numbers of the reduce-scatter"):
-        fsdp.quantize_reduce_scatter(net, "int8" if rank else "int4")
+    with pytest.raises(commhooks.CommHookMismatchError, match=f"numbers of the {collective}"):
+        quantize(net, "int8" if rank else "int4")
     with pytest.raises(commhooks.CommHookError, match="expected a hook that quantizes"):
-        fsdp.quantize_reduce_scatter(net, "topk", density=0.1)
+        quantize(net, "topk", density=0.1)
     with pytest.raises(commhooks.CommHookError, match="the root module"):
-        fsdp.quantize_reduce_scatter(torch.nn.Linear(1, 1))
-    fsdp.quantize_reduce_scatter(net)
-    with pytest.raises(commhooks.CommHookError, match="quantized already"):
-        fsdp.quantize_reduce_scatter(net)
+        quantize(torch.nn.Linear(1, 1))
+    quantized = quantize(net)
+    with pytest.raises(commhooks.CommHookError, match=f"the {collective} of the model is quan"):
+        quantize(net)
+    quantized.remove()
+    another = quantize(net)
+    quantized.remove()  # again, which does nothing
+    train(net, rank, 1)
+    assert another.wire_bytes > 0
+    assert quantized.wire_bytes == 0
 
 
-def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
-    run_ranks(refuse, 2)
+@collectives
+def test_what_cannot_work_is_refused(run_ranks: Any, name: str) -> None:
+    run_ranks(refuse, 2, name)
 
 
-def send_nan(rank: int, size: int) -> None:
+def send_nan(rank: int, size: int, collective: str) -> None:
     net = build(mesh_of(1, 2)["shard"])
-    fsdp.quantize_reduce_scatter(net)
-    net(torch.full((1, 7), float("nan") if rank else 1.0)).sum().backward()
+    COLLECTIVES[collective](net)
+    is_weight = collective == "all-gather"
+    if is_weight and rank:
+        with torch.no_grad():
+            net.blocks[0].up.weight.to_local()[0, 0] = float("nan")
+    net(torch.full((1, 7), float("nan") if rank and not is_weight else 1.0)).sum().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
     assert norm.full_tensor().isnan()
 
 
-def test_nan_stays_visible(run_ranks: Any) -> None:
-    run_ranks(send_nan, 2)
+@collectives
+def test_nan_stays_visible(run_ranks: Any, name: str) -> None:
+    run_ranks(send_nan, 2, name)
 
 
-def reduce_complex(rank: int, size: int) -> None:
+def train_complex(rank: int, size: int, collective: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(8, 8, dtype=torch.complex64)
     inputs = torch.randn(size, 5, 8, dtype=torch.complex64)
     expected = copy.deepcopy(linear)
     expected(inputs.view(-1, 8)).abs().square().sum().div(size).backward()
     net = fully_shard(linear, mesh=mesh_of(1, size)["shard"])
-    fsdp.quantize_reduce_scatter(net, "int8")
+    COLLECTIVES[collective](net, "int8")
     net(inputs[rank]).abs().square().sum().backward()
     found = [p.grad.full_tensor() for p in net.parameters()]
     wanted = [p.grad for p in expected.parameters()]
@@ -117,6 +140,7 @@ def reduce_complex(rank: int, size: int) -> None:
         assert (a - b).abs().square().sum().sqrt() < 0.02 * b.abs().square().sum().sqrt()
 
 
-def test_complex_parameters(run_ranks: Any) -> None:
+@collectives
+def test_complex_parameters(run_ranks: Any, name: str) -> None:
     """Imaginary parts were lost."""
-    run_ranks(reduce_complex, 2)
+    run_ranks(train_complex, 2, name)

@@ -1,0 +1,121 @@
+"""Measure what training loses if FSDP2 sends fewer bits: ``python -m bench.fidelity.sharded FILE``
+
+Train the task's model, sharded over the ranks, for each seed with each of ``SETTINGS``, on the same
+data, and add each run to FILE, which keeps what it has. Prints the mean loss of each setting beside
+torch's. All is in float32, so that nothing else rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bench import files
+from bench.fidelity.tasks import ALL_TASKS
+from bench.fidelity.trained_hooks import RANKS
+from bench.fidelity.training import fit
+from bench.tables import table
+from commhooks.hook.spec import hook_spec
+from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
+from commhooks.lab.machine import describe_machine
+from commhooks.testing import close_ranks, run_ranks
+
+TORCH = ""
+SETTINGS = [
+    (TORCH, TORCH),
+    (TORCH, "int8"),
+    ("int8", "int8"),
+    (TORCH, "fp8"),
+    (TORCH, "int4"),
+    (TORCH, "int4:rotate=true,block_size=32"),
+    ("int8", TORCH),
+]
+"""Numbers of the reduce-scatter and of the all-gather, as hooks on the command line."""
+
+
+def train(
+    rank: int, size: int, task: str, reduces: str, gathers: str, seed: int
+) -> dict[str, float]:
+    """Return the validation loss with rounded and with exact parameters, and what was sent."""
+    chosen = ALL_TASKS[task]
+    data = chosen.make_data()
+    torch.manual_seed(seed)
+    model: Any = data.model()
+    mesh = init_device_mesh("cpu", (size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    quantized = [
+        quantize(model, hook_spec(numbers).config)
+        for quantize, numbers in (
+            (quantize_reduce_scatter, reduces),
+            (quantize_all_gather, gathers),
+        )
+        if numbers
+    ]
+    fit(model, chosen.recipes[chosen.usual], chosen.steps, lambda s: data.batch(seed, s, rank))
+    saved = sum(each.plain_bytes - each.wire_bytes for each in quantized)
+    loss = _validate(model, data.validation(rank, size))
+    for each in quantized:
+        each.remove()
+    exact = _validate(model, data.validation(rank, size))
+    return {"loss": loss, "loss_of_exact_parameters": exact, "saved_bytes": saved}
+
+
+def _validate(model: nn.Module, batch: Any) -> float:
+    model.reshard()  # type: ignore[operator]
+    with torch.no_grad():
+        loss: torch.Tensor = model(*batch) / dist.get_world_size()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def main() -> None:
+    """Train what the file lacks, and print a table of all it has."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--task", choices=ALL_TASKS, default="gpt")
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    document = files.load(arguments.path, {"machine": describe_machine(), "runs": []})
+    runs = document["runs"]
+    for seed in range(arguments.seeds):
+        for reduces, gathers in SETTINGS:
+            run = {"task": arguments.task, "seed": seed}
+            run |= {"reduce_scatter": reduces, "all_gather": gathers}
+            if not any(run.items() <= found.items() for found in runs):
+                found = run_ranks(
+                    train, RANKS, arguments.task, reduces, gathers, seed, timeout=3600
+                )
+                runs.append(run | found[0])
+                files.save(arguments.path, document)
+    close_ranks()
+    print(table(_rows([run for run in runs if run["task"] == arguments.task])))
+
+
+def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    plain = {run["seed"]: run for run in runs if not run["reduce_scatter"] + run["all_gather"]}
+    rows = []
+    for reduces, gathers in SETTINGS:
+        own = [
+            run for run in runs if (run["reduce_scatter"], run["all_gather"]) == (reduces, gathers)
+        ]
+        row: dict[str, Any] = {"reduce-scatter": reduces, "all-gather": gathers}
+        for name in ("loss", "loss_of_exact_parameters"):
+            changes = [run[name] / plain[run["seed"]][name] - 1 for run in own]
+            row[name] = statistics.fmean(run[name] for run in own)
+            row[f"change of {name}"] = ", ".join(f"{change:+.2%}" for change in changes)
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""The all-gather of FSDP2 in few bits: which numbers models compute with, and what is sent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.dying_ranks import DyingRanks
+from support.sharded import mesh_of
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import commhooks
+from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
+
+WIDTH = 72
+STOCHASTIC = {"name": "int8", "stochastic": True, "error_feedback": False}
+ENCODED = 2636
+"""Bytes of the int8 codes of one of 2 ranks: 2,592 numbers in 11 blocks of 256, 4 bytes each."""
+
+
+class Net(nn.Sequential):
+    """Two units with a large matrix, a small one, and biases, and a root without a large one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Tanh()) for _ in range(2)
+        ]
+        super().__init__(blocks[0], nn.Linear(4, WIDTH), blocks[1])
+
+
+def shard(mesh: Any, **options: Any) -> Any:
+    net = Net()
+    for module in (net[0], net[2], net):
+        fully_shard(module, mesh=mesh, **options)
+    return net
+
+
+def watch(net: Any) -> dict[str, list[Tensor]]:
+    """Return the parameters that each forward and each backward computes with, by name."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def note(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            seen.setdefault(f"{names[module]}.{name}", []).append(parameter.detach().clone())
+
+    def note_both(module: nn.Module, _: Any, output: Tensor) -> None:
+        note(module)
+        output.register_hook(lambda _: note(module))
+
+    names = {module: name for name, module in net.named_modules() if isinstance(module, nn.Linear)}
+    for module in names:
+        module.register_forward_hook(note_both)
+    return seen
+
+
+def step(net: Any, rank: int) -> None:
+    inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    net(inputs).float().square().mean().backward()
+
+
+def same_on(ranks: int, tensor: Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    found = [torch.empty_like(tensor) for _ in range(ranks)]
+    torch.distributed.all_gather(found, tensor)
+    return all(each.equal(tensor) for each in found)
+
+
+def compare_bits(rank: int, size: int, options: dict[str, Any]) -> None:
+    net = shard(mesh_of(2, 2) if size == 4 else mesh_of(1, size)["shard"], **options)
+    quantize_all_gather(net, STOCHASTIC)
+    seen = watch(net)
+    for _ in range(2):  # gradients are accumulated
+        step(net, rank)
+    exact = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}
+    assert seen.keys() == exact.keys()
+    for name, found in seen.items():
+        first, *others = found
+        assert len(others) == 3
+        assert all(other.equal(first) for other in others), name
+        assert same_on(size, first), name
+        is_coded = exact[name].shape == (WIDTH, WIDTH)
+        assert first.equal(exact[name].to(first.dtype)) is not is_coded, name
+        torch.testing.assert_close(first.float(), exact[name], atol=0.005, rtol=0)
+
+
+BFLOAT16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(3, {"reshard_after_forward": True}), (2, {"reshard_after_forward": False}), (4, BFLOAT16)],
+    ids=["sharded", "unsharded after forward", "replicas in bfloat16"],
+)
+def test_forward_and_backward_of_all_ranks_have_the_same_bits(
+    run_ranks: Any, size: int, options: dict[str, Any]
+) -> None:
+    """Also with stochastic rounding. Large matrices are rounded, all others exact."""
+    run_ranks(compare_bits, size, options)
+
+
+def reshard_to_two(rank: int, size: int) -> None:
+    net = shard(mesh_of(1, 4)["shard"], reshard_after_forward=2)
+    quantized = quantize_all_gather(net, "int4")
+    seen = watch(net)
+    net(torch.ones(3, WIDTH)).sum()
+    forward_bytes = quantized.wire_bytes, quantized.plain_bytes
+    assert forward_bytes[0] < forward_bytes[1]
+    step(net, rank)
+    for name, (_, forward, backward) in seen.items():
+        assert forward.equal(backward), name
+        assert same_on(4, backward), name
+
+
+def test_resharding_to_fewer_ranks_keeps_the_bits_of_forward(run_ranks: Any) -> None:
+    run_ranks(reshard_to_two, 4)
+
+
+def keep_masters(rank: int, size: int) -> None:
+    net = shard(mesh_of(1, size)["shard"])
+    exact = [parameter.to_local().clone() for parameter in net.parameters()]
+    quantize_all_gather(net, "int4")
+    quantize_reduce_scatter(net, "int4")
+    step(net, rank)
+    for parameter, before in zip(net.parameters(), exact, strict=True):
+        assert parameter.to_local().equal(before)
+    for whole, saved in zip(
+        Net().state_dict().values(), get_model_state_dict(net).values(), strict=True
+    ):
+        assert saved.full_tensor().equal(whole)
+
+
+def test_shards_and_checkpoints_are_exact(run_ranks: Any) -> None:
+    run_ranks(keep_masters, 2)
+
+
+def count_bytes(rank: int, size: int, options: dict[str, Any], itemsize: int) -> None:
+    net = shard(mesh_of(1, size)["shard"], **options)
+    quantized = quantize_all_gather(net)
+    sent = []
+    for unit in (net, net[0], net[2]):
+        comm = unit._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm
+        torchs = comm._torchs
+        comm._torchs = Spy(torchs, sent)
+    step(net, rank)
+    matrix, others = WIDTH * WIDTH // size, (WIDTH + 4 * WIDTH + 4) // size
+    root = (4 * WIDTH + WIDTH) // size  # without a large matrix, and not sharded between
+    assert quantized.plain_bytes == itemsize * (4 * (matrix + others) + root)
+    assert quantized.wire_bytes == 4 * (ENCODED + itemsize * others) + itemsize * root
+    assert sum(sent) == quantized.wire_bytes
+
+
+class Spy:
+    """Torch's all-gather, with the bytes that it is given."""
+
+    def __init__(self, torchs: Any, sent: list[int]) -> None:
+        self.allocate, self._torchs, self._sent = torchs.allocate, torchs, sent
+
+    def __call__(self, output: Tensor, message: Tensor, *rest: Any) -> Any:
+        self._sent.append(message.nbytes)
+        return self._torchs(output, message, *rest)
+
+
+@pytest.mark.parametrize(("options", "itemsize"), [({}, 4), (BFLOAT16, 2)], ids=["f32", "bf16"])
+def test_bytes_are_those_that_are_sent(
+    run_ranks: Any, options: dict[str, Any], itemsize: int
+) -> None:
+    run_ranks(count_bytes, 2, options, itemsize)
+
+
+def choose_exact(rank: int, size: int) -> None:
+    mesh = mesh_of(1, 2)["shard"]
+    with pytest.raises(commhooks.CommHookMismatchError, match="exact_below"):
+        quantize_all_gather(shard(mesh), exact_below=rank)
+    for exact_below, coded in ((WIDTH * WIDTH + 1, 0), (WIDTH * WIDTH, 2), (0, 5)):
+        net = shard(mesh)
+        quantize_all_gather(net, exact_below=exact_below)
+        seen = watch(net)
+        step(net, rank)
+        wholes = dict(Net().named_parameters())
+        assert sum(not found[0].equal(wholes[name]) for name, found in seen.items()) == coded
+
+
+def test_which_parameters_are_exact_is_chosen(run_ranks: Any) -> None:
+    run_ranks(choose_exact, 2)
+
+
+class Packed(Tensor):
+    """A parameter that gathers a number beside its own."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> "Packed":
+        return Tensor._make_wrapper_subclass(cls, numbers.size(), dtype=numbers.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            cls, lambda packed: packed.numbers, (args, kwargs or {})
+        )
+        found = function(*args, **kwargs)
+        return torch.utils._pytree.tree_map_only(Tensor, cls, found)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.numbers, torch.ones(1)), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None):
+        return None if out is not None else (gathered[0], (gathered[0],))
+
+
+def refuse(rank: int, size: int) -> None:
+    def refused(weight: Tensor, found: str, *, is_alone: bool = False) -> None:
+        net, mesh = Net(), mesh_of(1, 2)["shard"]
+        net[0][0].weight = nn.Parameter(weight, requires_grad=False)
+        if is_alone:
+            net[0][0].bias = None
+            fully_shard(net[0][0], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        quantize_all_gather(net)
+        with pytest.raises(commhooks.CommHookError, match=rf"0\.0\.weight.*; found {found}\. "):
+            net(torch.ones(1, WIDTH))
+
+    weight = torch.zeros(WIDTH, WIDTH)
+    refused(weight.bfloat16(), r"\d+ of torch.uint8")
+    refused(weight.char(), "2592 of torch.int8", is_alone=True)
+    refused(weight.short(), "2592 of torch.int16", is_alone=True)
+    refused(weight.to(torch.float8_e4m3fn), "2592 of torch.float8_e4m3fn", is_alone=True)
+    refused(Packed(weight), "2593 of torch.float32", is_alone=True)
+
+
+def test_what_is_gathered_in_another_form_is_refused_by_name(run_ranks: Any) -> None:
+    run_ranks(refuse, 2)
+
+
+def unshard(rank: int, size: int) -> None:
+    inputs, outputs = torch.ones(1, WIDTH), []
+    for by_hand in (False, True):
+        net = shard(mesh_of(1, 2)["shard"])
+        quantize_all_gather(net)
+        for unit in (net, net[0], net[2]) if by_hand else ():
+            unit.unshard(async_op=True)
+        with torch.set_grad_enabled(by_hand), torch.inference_mode(not by_hand):
+            outputs.append(net(inputs))
+    assert outputs[0].equal(outputs[1])
+    assert not outputs[0].equal(Net()(inputs))
+
+
+def lose_a_peer(die: Callable[[], None], exact_below: int) -> None:
+    net = shard(mesh_of(1, 2)["shard"])
+    quantize_all_gather(net, exact_below=exact_below)
+    die()
+    net(torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("exact_below", [0, 10**6])
+def test_a_lost_peer_is_named(exact_below: int) -> None:
+    with DyingRanks(2) as ranks:
+        (raised,) = ranks.run(lose_a_peer, exact_below)
+    assert raised.kind == "CommHookPeerError", raised.text
+    assert "the all-gather of parameters" in raised.text
+
+
+def test_inference_and_unshard_by_hand(run_ranks: Any) -> None:
+    run_ranks(unshard, 2)
