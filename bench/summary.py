@@ -28,8 +28,10 @@ HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
 RACES = (HEADLINE, "100mbit-2", "1gbit-4", "1gbit-2")
 _ONE_WORKER = (
-    *("diloco", "one-worker DiLoCo", "one-worker DiLoCo, momentum 0.5"),
+    *("diloco", "INTELLECT-1", "Streaming DiLoCo", "Eager updates", "MuLoCo", "SparseLoCo"),
+    *("diloco with int4", "one-worker DiLoCo", "one-worker DiLoCo, momentum 0.5"),
     *("diloco with int4 and Muon", "one-worker DiLoCo with Muon", "plain averaging with Muon"),
+    *("one rank alone", "one rank alone with Muon"),
 )
 _MARKED = re.compile(r"<!--=(?P<name>[^>]+)-->(?P<old>.*?)<!--=-->", re.DOTALL)
 _LIMIT = 0.02
@@ -143,6 +145,11 @@ def _fidelity(record: Record) -> dict[str, str]:
         "front": _trainings(_front(gpt)),
         "one worker": _trainings(row for row in gpt if row.trained.title in _ONE_WORKER),
         **{f"loss {row.trained.title}": _percent(row.change_to_usual) for row in gpt},
+        **{
+            f"alone {row.trained.title}": _percent(row.control_change)
+            for row in gpt
+            if row.control_change is not None
+        },
     }
 
 
@@ -162,12 +169,17 @@ def _trainings(found: Iterable[Row]) -> str:
         {
             "training": row.trained.label,
             "optimizer": row.trained.recipe or TASKS["gpt"].usual,
-            "bytes": f"1/{1 / row.byte_share:,.{0 if row.byte_share < 0.01 else 1}f}",
+            "bytes": _one_in(row.byte_share),
             "loss against plain averaging with AdamW": _percent(row.change_to_usual),
             "by seed": ", ".join(map(_percent, row.changes_to_usual)),
+            "one rank alone": "" if (alone := row.control_change) is None else _percent(alone),
         }
         for row in found
     )
+
+
+def _one_in(share: float) -> str:
+    return f"1/{1 / share:,.{0 if share < 0.01 else 1}f}" if share else "none"
 
 
 # ------------------------------------------------------------------------- training over a link

@@ -39,12 +39,13 @@ class Run:
     seed: int
     loss: float
     wire_bytes: float
+    ranks: int = RANKS
 
     @property
-    def key(self) -> tuple[str, str, str, str, int]:
+    def key(self) -> tuple[str, str, str, int, str, int]:
         """Return the key of the run. A record keeps the last run for each key."""
         config = json.dumps(self.config, sort_keys=True)
-        return self.task, self.hook, self.recipe, config, self.seed
+        return self.task, self.hook, self.recipe, self.ranks, config, self.seed
 
 
 class Record:
@@ -52,7 +53,7 @@ class Record:
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.about: dict[str, Any] = document["about"]
-        self._runs: dict[tuple[str, str, str, str, int], Run] = {}
+        self._runs: dict[tuple[str, str, str, int, str, int], Run] = {}
         for entry in document["runs"]:
             entry = {**entry, "config": _completed(entry["config"])}
             entry.pop("accuracy", None)  # in older files
@@ -69,12 +70,14 @@ class Record:
         """Read the newest file of a folder."""
         return cls(files.newest(results, "*-fidelity.json"))
 
-    def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
+    def runs(
+        self, task: str, hook: str, config: dict[str, Any], recipe: str, ranks: int = RANKS
+    ) -> list[Run]:
         """Return the runs of a hook with these options, by seed."""
         return [
             run
             for key, run in sorted(self._runs.items())
-            if key[:3] == (task, hook, recipe) and run.config == config
+            if key[:4] == (task, hook, recipe, ranks) and run.config == config
         ]
 
     def add(self, run: Run) -> None:
@@ -103,13 +106,14 @@ class Row:
     """The runs of a hook on one task, and the runs that they are compared with, by seed.
 
     ``usual``: plain averaging with the usual optimizer of the task; ``plain``: with that which the
-    hook is compared with.
+    hook is compared with. ``control``: :attr:`TrainedHook.control`, empty if there is none.
     """
 
     trained: TrainedHook
     runs: Sequence[Run]
     plain: Sequence[Run]
     usual: Sequence[Run]
+    control: Sequence[Run] = ()
 
     @property
     def changes(self) -> list[float]:
@@ -132,6 +136,14 @@ class Row:
         return mean(self.changes_to_usual)
 
     @property
+    def control_change(self) -> float | None:
+        """Return the mean change of the control against ``usual``, None without a control."""
+        usual = {run.seed: run.loss for run in self.usual}
+        return (
+            mean(run.loss / usual[run.seed] - 1 for run in self.control) if self.control else None
+        )
+
+    @property
     def byte_share(self) -> float:
         """Return the bytes that the hook sends, as a share of plain averaging."""
         return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
@@ -147,6 +159,7 @@ class Row:
             "allowed": f"{self.trained.tolerance:.0%}",
             "wire_bytes": mean(run.wire_bytes for run in self.runs),
             "share of plain": self.byte_share,
+            "one rank alone": "" if (alone := self.control_change) is None else f"{alone:+.1%}",
         }
 
 
@@ -169,12 +182,22 @@ def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
         for recipe in (trained.reference_recipe or usual_recipe, usual_recipe)
     )
     config = trained.create().to_config()
-    runs = record.runs(task, trained.hook, config, trained.recipe or usual_recipe)
+    runs = record.runs(task, trained.hook, config, trained.recipe or usual_recipe, trained.ranks)
     runs = [run for run in runs if run.seed in plain.keys() & usual.keys()]
     if not runs:
         return None
     references = ([of_seed[run.seed] for run in runs] for of_seed in (plain, usual))
-    return Row(trained, runs, *references)
+    return Row(trained, runs, *references, control=_control(record, task, trained, runs))
+
+
+def _control(record: Record, task: str, trained: TrainedHook, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of the control with the seeds of ``runs``."""
+    if (control := trained.control) is None:
+        return []
+    seeds = {run.seed for run in runs}
+    recipe = trained.recipe or ALL_TASKS[task].usual
+    alone = record.runs(task, trained.hook, runs[0].config, recipe, control.ranks)
+    return [run for run in alone if run.seed in seeds]
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:

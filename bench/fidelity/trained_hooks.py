@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import commhooks
@@ -23,7 +23,7 @@ class TrainedHook:
 
     ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
     validation loss over plain averaging. ``warm_up_steps``: steps of plain averaging before the
-    hook. ``name``: of a variant, shown instead of the hook's.
+    hook. ``name``: of a variant, shown instead of the hook's. ``ranks``: how many train together.
     """
 
     hook: str
@@ -33,6 +33,7 @@ class TrainedHook:
     tolerance: float = 0.02
     warm_up_steps: int = 0
     name: str = ""
+    ranks: int = RANKS
 
     @property
     def title(self) -> str:
@@ -62,6 +63,18 @@ class TrainedHook:
     @property
     def _warm_up(self) -> str:
         return f" after {self.warm_up_steps} plain steps" if self.warm_up_steps else ""
+
+    @property
+    def control(self) -> TrainedHook | None:
+        """The same training on one rank alone, for DiLoCo.
+
+        It has the options, the steps and the data per rank of the hook, and sends nothing. What
+        several ranks gain over it is what the exchange is worth, because the outer optimizer
+        changes the loss without one too. A node of all ranks is a control itself.
+        """
+        if self.hook != "diloco" or self.options.get("ranks_per_node", 1) > 1:
+            return None
+        return replace(self, ranks=1)
 
     def create(self) -> CommHook:
         """Create the hook."""
@@ -139,6 +152,9 @@ _VARIANTS = [
     _diloco("one-worker DiLoCo, momentum 0.5", outer_momentum=0.5, ranks_per_node=RANKS),
     _diloco("one-worker DiLoCo with Muon", "Muon", outer_momentum=0.5, ranks_per_node=RANKS),
     TrainedHook(REFERENCE, recipe="Muon", name="plain averaging with Muon"),
+    # What a rank reaches that sends nothing and has no outer optimizer.
+    TrainedHook(REFERENCE, name="one rank alone", ranks=1),
+    TrainedHook(REFERENCE, recipe="Muon", name="one rank alone with Muon", ranks=1),
     TrainedHook("demo", {"sign": True, "decay": 0.95}, "SGD for signs", name="demo with signs"),
     TrainedHook("topk", _CHUNKS, name="topk in chunks, 2 bits"),
     # About a thirtieth of the bytes, in every step.

@@ -15,7 +15,7 @@ from torch import nn
 import commhooks
 from bench.fidelity.runs import Record, Run
 from bench.fidelity.tasks import ALL_TASKS, Batch, Recipe
-from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
 from commhooks.testing import run_ranks
 
 _WARM_UP = 0.1  # of all steps
@@ -84,25 +84,31 @@ def run_missing(
     *,
     again: bool = False,
 ) -> None:
-    """Train with the hooks and their references where ``record`` has no such run; save each run.
+    """Train with the hooks, their references and controls where ``record`` has no such run.
+
+    Each run is saved when it ends.
 
     ``again``: repeat the runs that it has, except those of references.
     """
     usual = ALL_TASKS[task].usual
     recipes = dict.fromkeys(trained.reference_recipe or usual for trained in chosen)
-    for trained in (*(TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes), *chosen):
+    references = (TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes)
+    controls = [trained.control for trained in chosen if trained.control is not None]
+    for trained in (*references, *chosen, *controls):
         config, recipe = trained.create().to_config(), trained.recipe or usual
-        known = {run.seed for run in record.runs(task, trained.hook, config, recipe)}
+        runs = record.runs(task, trained.hook, config, recipe, trained.ranks)
+        known = {run.seed for run in runs}
         if seed in known and not (again and trained.hook != REFERENCE):
             continue
         start = time.perf_counter()
-        results = run_ranks(train, RANKS, task, trained, seed, timeout=_TIMEOUT)
+        results = run_ranks(train, trained.ranks, task, trained, seed, timeout=_TIMEOUT)
         loss = statistics.mean(result.loss for result in results)
         wire_bytes = statistics.mean(result.wire_bytes for result in results)
-        record.add(Run(task, trained.hook, config, recipe, seed, loss, wire_bytes))
+        run = Run(task, trained.hook, config, recipe, seed, loss, wire_bytes, trained.ranks)
+        record.add(run)
         record.save(path)
         print(
-            f"{task} {trained.hook} ({recipe}) seed {seed}: validation loss {loss:.4f} after "
-            f"{time.perf_counter() - start:.0f} s",
+            f"{task} {trained.hook} ({recipe}) on {trained.ranks} ranks, seed {seed}: validation "
+            f"loss {loss:.4f} after {time.perf_counter() - start:.0f} s",
             flush=True,
         )

@@ -148,6 +148,8 @@ def fidelity(name: str) -> str:
         "by seed": lambda row: ", ".join(map(_percent, row.changes)),
         "bytes sent": lambda row: share_in_percent(row.byte_share),
     }
+    if any(row.control for row in found):
+        cells["the same on one rank alone"] = _control
     rows = [
         {"": name} | {task: cell(row) for task, row in by_task.items()}
         for name, cell in cells.items()
@@ -157,6 +159,10 @@ def fidelity(name: str) -> str:
         "([how this was measured](index.md#how-fidelity-was-measured)):"
     )
     return "\n".join([text, "", summary.table(rows)])
+
+
+def _control(row: Row) -> str:
+    return "" if row.control_change is None else _percent(row.control_change)
 
 
 def source(name: str) -> str:
@@ -185,14 +191,17 @@ def overview(_: str) -> str:
             info = commhooks.describe(name)
             by_task = _measured().get(name, {})
             unknown = "exact" if info.lossless else "-"
-            losses = {
-                task: _percent(by_task[task].change, bold=MUCH) if task in by_task else unknown
-                for task in TASKS
-            }
+            losses = {task: _loss(by_task[task]) if task in by_task else unknown for task in TASKS}
             row = {"hook": f"[`{name}`]({name}.md)", "sends": info.wire, **losses}
             rows.append(row | {"bytes sent": _byte_shares(by_task)})
         parts += [summary.table(rows), ""]
     return "\n".join(parts).rstrip()
+
+
+def _loss(row: Row) -> str:
+    """Return the change of the loss, and that of the control of DiLoCo."""
+    control = _control(row)
+    return _percent(row.change, bold=MUCH) + (f" (one rank alone {control})" if control else "")
 
 
 def _first_paragraph(family: Family) -> str:

@@ -99,6 +99,26 @@ def test_variants_are_no_figures_of_their_hook() -> None:
     assert figures(record) == {}
 
 
+def test_every_diloco_stands_beside_the_same_training_on_one_rank() -> None:
+    with_control = {trained.title for trained in trained_on("gpt") if trained.control}
+    on_nodes = {t.title for t in trained_on("gpt") if "ranks_per_node" in t.options}
+    assert with_control == {t.title for t in trained_on("gpt") if t.hook == "diloco"} - on_nodes
+    seeds = (0, 1)
+    plain = [run_of(REFERENCE, "gpt", seed, 1.0 + seed) for seed in seeds]
+    tried = [run_of("diloco", "gpt", seed, 1.0 + seed) for seed in seeds]
+    control = [replace(run, loss=1.5 * run.loss, ranks=1) for run in tried]
+    (row,) = rows(record_of(*plain, *tried, *control), "gpt")
+    assert row.control_change == pytest.approx(0.5)
+
+
+def test_a_control_needs_the_seeds_of_its_hook() -> None:
+    runs = [run_of(hook, "gpt", 0, 1.0) for hook in (REFERENCE, "diloco")]
+    elsewhere = replace(run_of("diloco", "gpt", 1, 2.0), ranks=1)
+    (row,) = rows(record_of(*runs, elsewhere), "gpt")
+    assert row.control_change is None
+    assert row.cells["one rank alone"] == ""
+
+
 def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
     page = (ROOT / "docs" / "hooks" / "diloco.md").read_text()
     table = re.findall(r"^\| \[(.+?)\]\(.*?\) \| `(.*?)`", page, re.M)
@@ -143,6 +163,13 @@ def test_a_training_on_ranks(run_ranks: Any) -> None:
     assert 0 < delayed.wire_bytes < plain.wire_bytes / 10
 
 
+def test_a_training_on_one_rank_sends_nothing(run_ranks: Any) -> None:
+    ((plain, delayed),) = run_ranks(train_briefly, 1)
+    assert 4 < plain.loss < 6
+    assert 4 < delayed.loss < 6
+    assert plain.wire_bytes == delayed.wire_bytes == 0
+
+
 def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every run is in the file as it ends, and is not repeated."""
     path, trained = tmp_path / "runs.json", []
@@ -159,7 +186,7 @@ def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_pa
         training.run_missing("gpt", chosen, 0, Record.load(path), path)
     training.run_missing("gpt", chosen, 0, Record.load(path), path)
     training.run_missing("gpt", chosen, 0, Record.load(path), path)
-    assert trained == [REFERENCE, "int4", "int4", "a variant"]
+    assert trained == [REFERENCE, "int4", "int4", "a variant", "a variant"]  # the last on one rank
 
 
 def test_a_record_is_continued(tmp_path: Path) -> None:
