@@ -6,7 +6,7 @@ The reducer listens to the parameter objects that the module had when it was wra
 replaced or added, or its data gets another dtype, its gradients would stay on this rank, without an
 error. So the module is compared before each forward that synchronizes:
 
-1. In a few microseconds, in C++: do the modules contain the same objects as before, does autograd
+1. In tens of microseconds, in C++: do the modules contain the same objects as before, does autograd
    still call the reducer for each, and do frozen parameters still require no gradient?
 2. Only if not, by name: which parameters would not be averaged? If there are none, e.g. because a
    parameter has moved to another module, or data returned from another device, that is the new
