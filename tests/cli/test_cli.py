@@ -206,7 +206,7 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
     )
     assert text.count("support.compared:net, 2 ranks") == 1
     assert "network of these hosts, measured" in text
-    assert re.search(r"^ +bf16 .*37\.2 kB +2\.0x", text, re.M)
+    assert re.search(r"^ *bf16 .*37\.2 kB +2\.0x", text, re.M)
 
 
 @pytest.mark.parametrize(
