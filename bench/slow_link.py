@@ -32,8 +32,8 @@ from bench import files
 from bench.fidelity.tasks import Text, adamw
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
-from commhooks.costs.records import from_json
 from commhooks.costs.units import parse_rate
+from commhooks.hook.options import from_json
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.comparison.remote import Side
