@@ -295,7 +295,7 @@ class FSDPAdapter(Adapter):
         self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
         self._add_span("hook", bucket.index(), start_ns, bucket, AllReduce.name)
 
-    def _end_backward(self, *, succeeded: bool) -> None:
+    def _end_backward(self, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
         if not launched:
             return

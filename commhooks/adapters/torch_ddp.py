@@ -28,8 +28,6 @@ from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.peers import peer_error
 
-__all__ = ["TorchAdapter", "TorchDDPAdapter", "completed"]
-
 
 class TorchAdapter(Adapter):
     """Runs hooks on the buckets that torch passes to :meth:`run`.
