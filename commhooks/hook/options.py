@@ -17,6 +17,7 @@ import inspect
 import itertools
 import operator
 import re
+import reprlib
 import textwrap
 import types
 import typing
@@ -388,9 +389,13 @@ def from_json(kind: type[Instance], data: Mapping[str, Any]) -> Instance:
     Missing fields have their defaults. Data of another form raises KeyError, TypeError or
     ValueError.
     """
-    hints = typing.get_type_hints(kind, include_extras=True)
-    items = dict(data).items()
-    return kind(**{name: _convert_item(hints[name], it, "field", name, name) for name, it in items})
+    hints, fields = typing.get_type_hints(kind, include_extras=True), dict(data)
+    for name, value in fields.items():
+        try:
+            fields[name] = convert(hints[name], value, name)
+        except ValueError as error:
+            raise ValueError(f"{name}: found {reprlib.repr(value)}: {error}") from None
+    return kind(**fields)
 
 
 def instances_in(
