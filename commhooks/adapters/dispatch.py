@@ -37,17 +37,13 @@ def _maker_of(model: nn.Module) -> Callable[[Any], Adapter] | None:
 
 
 def _replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
-    """Return the adapter of torch's wrapper, which ``replicate`` makes in the first forward.
-
-    The wrapper has a list of the module's parameters, named "0", "1", ...
-    """
+    """Return the adapter of torch's wrapper, which ``replicate`` makes in the first forward."""
     from torch.distributed._composable.replicate import replicate  # imports FSDP2 as well
 
     state: Any = replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
-    names = {str(index): name for index, name in enumerate(state._param_names)}  # noqa: SLF001
-    return TorchDDPAdapter(state._ddp, model, names)  # noqa: SLF001
+    return TorchDDPAdapter(state._ddp, model)  # noqa: SLF001
 
 
 _WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)

@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.comm.threads import leave_thread, start_thread
 from commhooks.runtime.executor import Executor
 from commhooks.runtime.side_stream import SideStream
 
@@ -74,8 +75,7 @@ class HookThread:
     def call(self, function: Callable[[], None]) -> None:
         """Let the thread call ``function``, after what it was given before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._name, self._main)
         self._queue.put(self._token_of(function))
 
     def watch(self, work: Work, function: Callable[[], None], stage: int) -> None:
@@ -99,12 +99,6 @@ class HookThread:
         if self._thread is None:
             self.groups.abandon()
 
-    def join(self, timeout: float) -> None:
-        """Wait until the threads have ended, for at most ``timeout`` seconds each."""
-        if self._thread is not None:
-            for thread in (self._thread, *self._waiting):
-                thread.join(timeout)
-
     @torch.no_grad()
     def _main(self) -> None:
         assert self._executor is not None
@@ -127,20 +121,14 @@ class HookThread:
 
     def _start_waiting(self) -> _Works:
         works: _Works = SimpleQueue()
-        # A daemon, because a Work may never complete.
-        thread = threading.Thread(
-            target=_wait,
-            args=(works, self._queue, self._stream),
-            name="commhooks-wait",
-            daemon=True,
-        )
+        thread = start_thread("commhooks-wait", _wait, works, self._queue, self._stream)
         self._waiting.append(thread)
-        thread.start()
         return works
 
     def _forget(self) -> None:
         """Let new threads wait for what no thread waits for yet; some Work may never complete."""
-        self._waiting.clear()
+        while self._waiting:
+            leave_thread(self._waiting.pop())
         for stage, former in self._stages.items():
             self._stages[stage] = works = self._start_waiting()
             with suppress(Empty):
@@ -168,8 +156,5 @@ _threads: weakref.WeakSet[HookThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread that wakes up while the interpreter shuts down would crash it.
-    for thread in list(_threads):
+    for thread in list(_threads):  # which start_thread() waits for next
         thread.stop()
-    for thread in list(_threads):
-        thread.join(2.0)

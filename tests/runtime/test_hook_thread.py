@@ -92,13 +92,14 @@ def test_works_behind_one_that_never_completes_get_another_thread(
 def test_the_waiting_threads_end_with_the_thread(
     thread: HookThread, called: SimpleQueue[int]
 ) -> None:
-    before = set(threading.enumerate())
     work = Work()
     thread.watch(work, adding(called, 1), 0)
-    (waiting,) = set(threading.enumerate()) - before
+    names = {"hook", "commhooks-wait"}
+    started = [each for each in threading.enumerate() if each.name in names]
+    assert {each.name for each in started} == names
     thread.stop()
     work.may_end.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not waiting.is_alive()
+    for each in started:
+        each.join(60)
+        assert not each.is_alive()
     thread.groups.abandon.assert_called()  # type: ignore[attr-defined]
