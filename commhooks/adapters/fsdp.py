@@ -110,14 +110,6 @@ class FSDPAdapter(Adapter):
         return self._group
 
     @property
-    def rank(self) -> int:
-        return self.group.rank() * self._shards + self._shard
-
-    @property
-    def world_size(self) -> int:
-        return self.group.size() * self._shards
-
-    @property
     def units(self) -> list[list[str]]:
         return [list(unit.parameters()) for unit in self._units]
 
@@ -154,10 +146,10 @@ class FSDPAdapter(Adapter):
                 "or a CommHook"
             )
         for each in tree(hook):
-            if declares(each, "skips_steps") and self._shards > 1:
+            if declares(each, "skips_steps") and self.shards > 1:
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but each of the "
-                    f"{self._shards} ranks of a sharded replica sees other gradients, and would "
+                    f"{self.shards} ranks of a sharded replica sees other gradients, and would "
                     "skip other steps. Check the norm that clip_grad_norm_() returns instead: it "
                     "is the same on all ranks"
                 )
@@ -341,14 +333,6 @@ class FSDPAdapter(Adapter):
         """Return a text that is the same on ranks whose buckets match."""
         units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
         return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
-
-    @property
-    def _shards(self) -> int:
-        return self.shard_groups[0].size() if self.shard_groups else 1
-
-    @property
-    def _shard(self) -> int:
-        return self.shard_groups[0].rank() if self.shard_groups else 0
 
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -34,14 +34,20 @@ class Ranks(ABC):
         """The ranks that gradients are averaged over."""
 
     @property
+    def shards(self) -> int:
+        """The number of ranks that share each parameter; 1 if ranks have whole ones."""
+        return self.shard_groups[0].size() if self.shard_groups else 1
+
+    @property
     def rank(self) -> int:
         """The number of this rank among all that train the model together."""
-        return self.group.rank()
+        shard = self.shard_groups[0].rank() if self.shard_groups else 0
+        return self.group.rank() * self.shards + shard
 
     @property
     def world_size(self) -> int:
         """The number of ranks that train the model together."""
-        return self.group.size()
+        return self.group.size() * self.shards
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""
@@ -94,8 +100,7 @@ class Source(NamedTuple):
 
 def layout_of(ranks: Ranks) -> Layout:
     """Return the layout of the ranks of a model."""
-    replicas = ranks.group.size()
-    return Layout(replicas, ranks.world_size // replicas)
+    return Layout(ranks.group.size(), ranks.shards)
 
 
 def rows_of(size: int, shard: int, shards: int) -> range:
