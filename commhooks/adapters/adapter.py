@@ -24,6 +24,7 @@ from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
 from commhooks.state.layout import Ranks
 from reducer import GradBucket
+from reducer.agreement import values_of_ranks
 from reducer.peers import collective
 
 IS_TAKEN = (
@@ -85,6 +86,9 @@ class Adapter(Ranks):
 
         Collective over all ranks; ``problem`` is the same on all ranks of :attr:`group`.
         """
+        for group in self.shard_groups:
+            found = values_of_ranks(problem, group, self.device, "the comparison of a shard group")
+            problem = problem or next((each for each in found if each), None)
         return problem
 
     def check(self, hook: CommHook | TorchHook) -> None:

@@ -31,7 +31,6 @@ from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
-from reducer.agreement import values_of_ranks
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
@@ -130,12 +129,6 @@ class FSDPAdapter(Adapter):
         if failure is not None:
             raise failure
         return token
-
-    def problem_of_any(self, problem: str | None) -> str | None:
-        for group in self.shard_groups:
-            found = values_of_ranks(problem, group, self.device, "the comparison of a shard group")
-            problem = problem or next((each for each in found if each), None)
-        return problem
 
     def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work between replicas of shards."""
