@@ -6,8 +6,6 @@ and started again at once. Hooks here and torchft's own DiLoCo have the same see
 members, faults and outer optimizer. A run is added to the file when it ends, and not repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The four pictures of the results: fidelity, a slow link, scaling and kernels."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Plots are SVG files with a transparent background and text in a gray that both k
 well. matplotlib is imported when the first one is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

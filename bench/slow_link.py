@@ -11,8 +11,6 @@ The model is the demo's GPT, enlarged. It and its training are also for
         --train bench.slow_link:train --link 100mbit --hooks ...
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
@@ -107,7 +105,7 @@ class Race:
     courses: Mapping[str, Course]
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Race:
+    def of(cls, document: Mapping[str, Any]) -> "Race":
         """Read a JSON document."""
         courses = (from_json(Course, entry) for entry in document["courses"])
         return cls(document["about"], {course.hook: course for course in courses})

@@ -5,8 +5,6 @@ table or a paragraph has its marks on lines of their own. ``make results`` fills
 compares the pages with the files. The newest file of each kind counts.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import textwrap

@@ -1,7 +1,5 @@
 """The collectives of FSDP2 in few bits beside torch's, over a link of 1 Gbit/s per rank."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 tests/project/test_memory_page.py compares their state with the formulas in docs/memory.md.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

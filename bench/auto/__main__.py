@@ -4,8 +4,6 @@ Measures the points that the file lacks, by default all of them. Each point is w
 so the command may be interrupted at any time.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

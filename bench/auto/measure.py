@@ -1,7 +1,5 @@
 """Measures one point: ``auto`` and what it is compared with, in turn, in the same processes."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 Batches are small: on one core per rank, a step would otherwise be all computation.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import zlib

@@ -1,7 +1,5 @@
 """What each rank does: it trains a copy of the model with each setting, in blocks of steps."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time

@@ -1,7 +1,5 @@
 """What the measurements say, for the page of results."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

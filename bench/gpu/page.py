@@ -1,7 +1,5 @@
 """What a run of ``make gpu-check`` found, and the figures that other pages quote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
