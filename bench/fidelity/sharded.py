@@ -28,6 +28,7 @@ from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_sca
 from commhooks.testing import close_ranks, run_ranks
 
 TORCH = ""
+DIFFERENCES = "differences in "
 SETTINGS = [
     (TORCH, TORCH),
     (TORCH, "int8"),
@@ -35,6 +36,8 @@ SETTINGS = [
     (TORCH, "fp8"),
     (TORCH, "int4"),
     (TORCH, "int4:rotate=true,block_size=32"),
+    (TORCH, DIFFERENCES + "int4"),
+    ("int8", DIFFERENCES + "int4"),
     ("int8", TORCH),
 ]
 """Numbers of the reduce-scatter and of the all-gather, as hooks on the command line."""
@@ -50,17 +53,15 @@ def train(
     torch.manual_seed(seed)
     model: Any = data.model()
     mesh = init_device_mesh("cpu", (size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    quantized = [
-        quantize(model, hook_spec(numbers).config)
-        for quantize, numbers in (
-            (quantize_reduce_scatter, reduces),
-            (quantize_all_gather, gathers),
-        )
-        if numbers
-    ]
+    differs = gathers.startswith(DIFFERENCES)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False if differs else None)
+    quantized = []
+    if reduces:
+        quantized.append(quantize_reduce_scatter(model, hook_spec(reduces).config))
+    if gathers:
+        numbers = hook_spec(gathers.removeprefix(DIFFERENCES)).config
+        quantized.append(quantize_all_gather(model, numbers, differences=differs))
     fit(model, chosen.recipes[chosen.usual], chosen.steps, lambda s: data.batch(seed, s, rank))
     saved = sum(each.plain_bytes - each.wire_bytes for each in quantized)
     loss = _validate(model, data.validation(rank, size))
