@@ -38,7 +38,7 @@ from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.capabilities import KnowsModel, declares, native_of
+from commhooks.hook.capabilities import KnowsModel, native_of
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
@@ -130,11 +130,6 @@ class Auto(KnowsModel, CommHook):
         """By specs, the exact one first."""
         self._table = HookTable([*self._hooks.values()], {})
         exact_names(self.exact, {}, self.roles)
-
-    @property
-    def checks_finite(self) -> bool:
-        """Whether one of the hooks checks."""
-        return any(declares(hook, "checks_finite") for hook in self._hooks.values())
 
     @property
     def times_launches(self) -> bool:
