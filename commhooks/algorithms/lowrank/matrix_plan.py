@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 from torch import Tensor
 
@@ -135,8 +135,7 @@ class MatrixPlan:
 
     def exact_parts(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return the ranges of the flat ``buffer`` that are sent uncompressed."""
-        *sizes, end = self._alternating_sizes
-        return buffer.split_with_sizes([*sizes, buffer.numel() - end])[1::2]
+        return buffer.tensor_split(self._exact_ends)[1::2]
 
     def exact_parts_behind(self, side: Side, flat: Tensor) -> list[Tensor]:
         """Return the same ranges where they follow the factors of one side."""
@@ -167,10 +166,8 @@ class MatrixPlan:
         return [stop - start for start, stop in self.exact]
 
     @cached_property
-    def _alternating_sizes(self) -> list[int]:
-        """The sizes of the gap before each exact range and of the range; the end of the last."""
-        ends = [0, *chain.from_iterable(self.exact)]
-        return [*(end - start for start, end in pairwise(ends)), ends[-1]]
+    def _exact_ends(self) -> list[int]:
+        return list(chain.from_iterable(self.exact))
 
 
 def _consecutive(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
