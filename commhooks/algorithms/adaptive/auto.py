@@ -203,7 +203,7 @@ class Auto(KnowsModel, CommHook):
         """Return what the hooks of a fixed plan send; otherwise it depends on what is measured."""
         if self._measuring is not None:
             return None
-        return self._table.wire_bytes(list(self._hooks.values()), bucket, size)
+        return self._table.wire_bytes(bucket, size)
 
     def recover(self) -> None:
         super().recover()
