@@ -90,7 +90,7 @@ def test_a_shard_does_not_depend_on_the_bucket() -> None:
 class Remember(commhooks.CommHook):
     """Average between nodes, and remember the shard."""
 
-    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:  # noqa: ARG002
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
         self.shard = bucket.buffer().clone()
         return bucket.buffer()
 

@@ -213,7 +213,8 @@ class Hierarchical(CommHook):
         del received
 
         average = await self._average_between(bucket, comm, node, mean)
-        shards.join(await node.all_gather(average.view(-1)), buffer)
+        gathered = await node.all_gather(average.view(-1))
+        shards.join(gathered.unbind(), buffer)
         return buffer
 
     async def _average_in_host_memory(

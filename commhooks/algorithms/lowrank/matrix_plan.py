@@ -170,15 +170,11 @@ class MatrixPlan:
         return list(chain.from_iterable(self.exact))
 
 
-def _consecutive(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+def _consecutive(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return views of these shapes, one behind the other, of the beginning of a flat tensor."""
-    views: list[Tensor] = []
-    start = 0
-    for shape in shapes:
-        stop = start + math.prod(shape)
-        views.append(flat[start:stop].view(tuple(shape)))
-        start = stop
-    return views
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = flat[: sum(sizes)].split_with_sizes(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _append(batches: list[list[tuple[str, int]]], name: str, offset: int) -> None:
