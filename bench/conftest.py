@@ -1,7 +1,5 @@
 """What several benchmarks need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Times of kernels and other functions, measured in turn with those they are compared with."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

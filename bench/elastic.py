@@ -4,9 +4,8 @@ Two to four groups of one process each train the GPT of ``bytes`` (bench/fidelit
 torchft manager, with a real lighthouse. In half of the runs one of them is killed at a random step
 and started again at once. Hooks here and torchft's own DiLoCo have the same seeds, model, data,
 members, faults and outer optimizer. A run is added to the file when it ends, and not repeated.
+Prints the means over seeds.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -19,8 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from torch import nn
 from torchft.coordination import LighthouseServer
 
 import commhooks
-from bench import files
 from bench.fidelity.tasks import TASKS
+from bench.files import Results
+from bench.tables import table
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.integrations.torchft import DistributedDataParallel
-from commhooks.lab.machine import describe_machine
 
 SEEDS = 10
 STEPS = 151  # the last one ends a period
@@ -45,15 +46,12 @@ KILLED_IN = (15, 75)  # steps
 BACK_AT = 95
 """The step in which the others wait until the killed group has started again, off the clock."""
 CONTEXT = multiprocessing.get_context("forkserver")
-METHODS: dict[str, dict[str, Any] | None] = {
-    "torchft": None,
-    "diloco": {"name": "diloco", "period": PERIOD, **OUTER},
-    "diloco, int4": {
-        "name": "diloco",
-        "period": PERIOD,
-        **OUTER,
-        "inner": {"name": "int4", "error_feedback": True},
-    },
+TORCHFT = "torchft"
+_DILOCO: dict[str, Any] = {"name": "diloco", "period": PERIOD, **OUTER}
+METHODS: dict[str, dict[str, Any]] = {
+    TORCHFT: {},
+    "diloco": _DILOCO,
+    "diloco, int4": _DILOCO | {"inner": {"name": "int4", "error_feedback": True}},
 }
 
 
@@ -67,15 +65,13 @@ class Run:
     killed_at: int
 
 
-def all_runs() -> list[Run]:
-    """Return the runs: with and without a death, by every method, and one group alone."""
-    runs = []
+def all_runs() -> Iterator[Run]:
+    """Yield the runs: with and without a death, by every method, and one group alone."""
     for seed in range(SEEDS):
-        groups = 2 + seed % 3
         deaths = [-1, random.Random(seed).randrange(*KILLED_IN)]
-        runs += [Run(m, seed, groups, at) for at, m in itertools.product(deaths, METHODS)]
-        runs.append(Run("diloco", seed, 1, -1))
-    return runs
+        for at, method in itertools.product(deaths, METHODS):
+            yield Run(method, seed, 2 + seed % 3, at)
+        yield Run("diloco", seed, 1, -1)
 
 
 def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dict[str, Any]:
@@ -101,9 +97,12 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
         return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
 
     manager, replicas = connect(lighthouse, group, load, save, timeout=20.0)
-    method = (_Torchft if run.method == "torchft" else _Hook)(
-        run, manager, replicas, net, optimizer
-    )
+    model: nn.Module = net
+    if run.method == TORCHFT:
+        sent_bytes = _use_torchft(manager, net, optimizer)
+    else:
+        model = DistributedDataParallel(manager, replicas, net, METHODS[run.method])
+        sent_bytes = partial(_sent_by_hook, model)
     (folder / f"{group}.{life}.ready").touch()
     while life == 0 and len(list(folder.glob("*.0.ready"))) < run.groups:
         time.sleep(0.01)
@@ -117,7 +116,7 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
         for settings in optimizer.param_groups:
             settings["lr"] = recipe.options["lr"] * min((step + 1) / 25, 1 - step / STEPS)
         optimizer.zero_grad()
-        method.model(*data.batch(run.seed, step, group)).backward()
+        model(*data.batch(run.seed, step, group)).backward()
         nn.utils.clip_grad_norm_(net.parameters(), recipe.max_norm)
         optimizer.step()
         step += 1
@@ -126,7 +125,7 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
         loss = net(*data.validation(0, 1)).item()
     return {
         "loss": loss,
-        "sent_bytes": method.sent_bytes(),
+        "sent_bytes": sent_bytes(),
         "steps": len(times),
         "step_seconds": statistics.median(times),
         "mean_step_seconds": statistics.fmean(times),
@@ -134,35 +133,29 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
     }
 
 
-class _Hook:
-    def __init__(self, run: Run, manager: Any, replicas: Any, net: nn.Module, _: Any) -> None:
-        self.model = DistributedDataParallel(manager, replicas, net, METHODS[run.method])
-
-    def sent_bytes(self) -> float:
-        handle = commhooks.handle_of(self.model)
-        assert handle is not None
-        stats = handle.stats()
-        return (stats.total.wire_bytes or 0.0) * stats.steps
+def _sent_by_hook(model: nn.Module) -> float:
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    stats = handle.stats()
+    return (stats.total.wire_bytes or 0.0) * stats.steps
 
 
-class _Torchft:
-    def __init__(self, run: Run, manager: Any, _: Any, net: nn.Module, optimizer: Any) -> None:
-        self.model = net
-        self._sent = 0
-        all_reduce = manager.allreduce
+def _use_torchft(
+    manager: Any, net: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[], float]:
+    """Train with torchft's DiLoCo. Return a function that returns the bytes sent so far."""
+    sent = 0
+    all_reduce = manager.allreduce
 
-        def count(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            self._sent += all_reduce_bytes(tensor.nbytes, manager.num_participants())
-            return all_reduce(tensor, *arguments, **options)
+    def count(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += all_reduce_bytes(tensor.nbytes, manager.num_participants())
+        return all_reduce(tensor, *arguments, **options)
 
-        manager.allreduce = count
-        outer = torch.optim.SGD(
-            net.parameters(), OUTER["outer_lr"], OUTER["outer_momentum"], nesterov=True
-        )
-        torchft.local_sgd.DiLoCo(manager, [net], optimizer, outer, PERIOD).__enter__()
-
-    def sent_bytes(self) -> float:
-        return self._sent
+    manager.allreduce = count
+    outer = torch.optim.SGD(net.parameters(), *OUTER.values(), nesterov=True)
+    torchft.local_sgd.DiLoCo(manager, [net], optimizer, outer, PERIOD).__enter__()
+    return lambda: sent
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -204,37 +197,28 @@ def _train_and_tell(run: Run, group: int, life: int, folder: Path, lighthouse: s
     os._exit(0)  # threads of the manager would wait for other groups
 
 
-def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means by method and members, and the loss with deaths over that without."""
-    table: dict[str, Any] = {}
-    for method, kind in itertools.product(METHODS, ("alone", "all live", "one dies")):
-        those = [r for r in records if r["method"] == method and kind_of(r) == kind]
-        if those:
-            names = [name for name in those[0] if name not in Run.__annotations__]
-            row = {name: statistics.fmean(r[name] for r in those) for name in names}
-            table[f"{method}, {kind}"] = row | {"runs": len(those)}
-    return table
-
-
-def kind_of(record: dict[str, Any]) -> str:
-    """Return what happens in a run."""
-    if record["groups"] == 1:
-        return "alone"
-    return "all live" if record["killed_at"] < 0 else "one dies"
+def means(records: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the means over seeds, by method and what happens in a run."""
+    by_kind: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        live = "all live" if record["killed_at"] < 0 else "one dies"
+        kind = live if record["groups"] > 1 else "alone"
+        by_kind.setdefault((record["method"], kind), []).append(record)
+    for (method, kind), those in by_kind.items():
+        names = [name for name in those[0] if name not in Run.__annotations__]
+        row = {name: statistics.fmean(record[name] for record in those) for name in names}
+        yield {"method": method, "groups": kind, "runs": len(those)} | row
 
 
 def main() -> None:
     """Measure what the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path)
-    args = parser.parse_args()
+    results = Results(parser.parse_args().path)
     CONTEXT.set_forkserver_preload(["bench.elastic"])
-    document = files.load(args.path, {"machine": describe_machine(), "runs": []})
     for run in all_runs():
-        if not any(asdict(run).items() <= record.items() for record in document["runs"]):
-            document["runs"].append(asdict(run) | measure(run))
-            document["summary"] = summary(document["runs"])
-            files.save(args.path, document)
+        results.once(asdict(run), partial(measure, run))
+    print(table(means(results.runs)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
-"""The four pictures of the results: fidelity, a slow link, scaling and kernels."""
+"""The four plots of the results: fidelity, a slow link, scaling and kernels.
 
-from __future__ import annotations
+One color per hook everywhere. Plots are SVG files, readable on light and on dark pages: with a
+transparent background, and text in a gray that both kinds of pages show well.
+"""
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib import pyplot
+
 from bench.fidelity.runs import Row
-from bench.plots import Draw, label_points, plot
 from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
@@ -19,6 +25,81 @@ LABELED = (
     *("one-worker DiLoCo", "diloco with int4", "Streaming DiLoCo", "SparseLoCo"),  # only on gpt
 )
 """The hooks in the plot of the fidelity; wrappers and more hooks are in tables."""
+_WIDTH = 6.4
+_COLORED = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "grid.color")
+_STYLE = {
+    **dict.fromkeys((*_COLORED, "xtick.color", "ytick.color"), GRAY),
+    "svg.hashsalt": "commhooks",  # the same file each time
+    "svg.fonttype": "none",  # text stays text, and the file short
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
+_BESIDE = sorted(
+    ((dx, dy) for dy in range(-26, 27, 2) for dx in (5, -5, 0) if dx or abs(dy) >= 8),
+    key=lambda place: (abs(place[1]), place[0] <= 0),
+)
+"""Places of a name, in points from its own point: the nearest first."""
+_SIDES = {5: "left", -5: "right", 0: "center"}
+
+
+class NoPlaceError(ValueError):
+    """A name fits nowhere."""
+
+
+@contextmanager
+def plot(path: Path, height: float, columns: int = 1, rows: int = 1) -> Iterator[list[Any]]:
+    """Write a plot to a file after its axes have been filled. They come in reading order."""
+    mpl.use("svg")
+    with mpl.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(rows, columns, figsize=(_WIDTH, height), squeeze=False)
+        yield list(axes.flat)
+        figure.savefig(path, metadata={"Date": None}, transparent=True, bbox_inches="tight")
+        pyplot.close(figure)
+
+
+def label_points(axes: Any, points: Iterable[tuple[str, float, float, str]]) -> None:
+    """Write names beside points, each at the first place where it covers no name, line or point.
+
+    ``points``: name, coordinates and color. Draw all lines before, and set the limits of the axes.
+
+    Raises:
+        NoPlaceError: a name fits in none of the places.
+    """
+    axes.figure.canvas.draw()
+    frame = axes.get_window_extent().padded(6)
+    names: list[Any] = []
+    drawn = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    pixels = [pixel for path in drawn for pixel in path.interpolated(100).vertices]
+    for name, x, y, color in points:
+        for dx, dy in _BESIDE:
+            text = axes.annotate(
+                name,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                ha=_SIDES[dx],
+                va="center",
+                color=color,
+                fontsize=8,
+            )
+            text.set_in_layout(False)  # the layout that places were chosen in stays
+            box = text.get_window_extent().padded(1)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1
+            covers = any(box.overlaps(other) for other in names)
+            if inside and not covers and not box.padded(2.5).count_contains(pixels):
+                names.append(box)
+                break
+            text.remove()
+        else:
+            raise NoPlaceError(
+                f"expected a free place for the name {name!r} beside ({x:.4g}, {y:.4g}); found "
+                f"none among {len(_BESIDE)}. Make the plot larger, or name fewer points"
+            )
 
 
 def short(hook: str) -> str:
@@ -37,23 +118,16 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-def fidelity(by_task: dict[str, list[Row]]) -> Draw:
+def fidelity(by_task: dict[str, list[Row]], path: Path) -> None:
     """Draw the change of the loss against the bytes sent, relative to plain averaging."""
-    shown = {
-        task: [row for row in found if row.trained.title in LABELED]
-        for task, found in by_task.items()
-    }
-
-    def fill(panels: list[Any]) -> None:
+    with plot(path, 3.1 * len(by_task), rows=len(by_task)) as panels:
         labels = []
-        for axes, (task, found) in zip(panels, shown.items(), strict=True):
+        for axes, (task, rows) in zip(panels, by_task.items(), strict=True):
+            found = [row for row in rows if row.trained.title in LABELED]
             points = []
             for row in found:
-                x, y, color = (
-                    100 * row.byte_share,
-                    100 * row.change_to_usual,
-                    color_of(row.trained.hook),
-                )
+                x, y = 100 * row.byte_share, 100 * row.change_to_usual
+                color = color_of(row.trained.hook)
                 seeds = [100 * change for change in row.changes_to_usual]
                 axes.plot([x, x], [min(seeds), max(seeds)], color=color, linewidth=1, alpha=0.6)
                 axes.plot(x, y, "o", color=color, markersize=4.5)
@@ -79,15 +153,11 @@ def fidelity(by_task: dict[str, list[Row]]) -> Draw:
         for axes, points in zip(panels, labels, strict=True):
             label_points(axes, sorted(points, key=lambda point: -point[1]))
 
-    return plot(3.1 * len(by_task), 1, len(by_task), fill)
 
-
-def slow_link(race: Race) -> Draw:
+def slow_link(race: Race, path: Path) -> None:
     """Draw the loss against the training time; a dotted line is plain averaging's lowest loss."""
     styles = line_styles(race.courses)
-
-    def fill(panels: list[Any]) -> None:
-        (axes,) = panels
+    with plot(path, 4.2) as (axes,):
         for hook in dict.fromkeys((*race.arrivals, *race.courses)):
             points = race.courses[hook].points
             xs, ys = zip(*((p.seconds, p.validation_loss) for p in points), strict=True)
@@ -99,15 +169,12 @@ def slow_link(race: Race) -> Draw:
         axes.grid(visible=True)
         axes.legend(title="in the order of arrival")
 
-    return plot(4.2, 1, 1, fill)
 
-
-def scaling(cells: Sequence[dict[str, Any]]) -> Draw:
+def scaling(cells: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the time of a step against the ranks, measured and predicted, per rate of the link."""
     rates = sorted({cell["bits_per_second"] for cell in cells})
     hooks = list(dict.fromkeys(cell["hook"] for cell in cells))
-
-    def fill(panels: list[Any]) -> None:
+    with plot(path, 3.6, columns=len(rates)) as panels:
         for axes, rate in zip(panels, rates, strict=True):
             for hook in hooks:
                 mine = [c for c in cells if (c["hook"], c["bits_per_second"]) == (hook, rate)]
@@ -134,10 +201,8 @@ def scaling(cells: Sequence[dict[str, Any]]) -> Draw:
             *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4
         )
 
-    return plot(3.6, len(rates), 1, fill)
 
-
-def kernels(benchmarks: Sequence[dict[str, Any]]) -> Draw:
+def kernels(benchmarks: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the bandwidth of each codec as a share of that of a plain copy."""
     styles = {
         "plain": ("o", "encode"),
@@ -149,9 +214,7 @@ def kernels(benchmarks: Sequence[dict[str, Any]]) -> Draw:
     for row in benchmarks:
         if match := re.fullmatch(r"test_(?:en|de)code\[(.+)-([^-]+)\]", row["name"]):
             shares.setdefault(match[1], {})[match[2]] = row["extra_info"]["share_of_copy"]
-
-    def fill(panels: list[Any]) -> None:
-        (axes,) = panels
+    with plot(path, 5.2) as (axes,):
         for position, (codec, found) in enumerate(shares.items()):
             color = color_of(re.split(r"[ ,]", codec)[0])
             axes.plot(
@@ -169,5 +232,3 @@ def kernels(benchmarks: Sequence[dict[str, Any]]) -> Draw:
         axes.set_xlabel("bandwidth, as a share of that of a plain copy")
         axes.grid(visible=True, axis="x")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=2)
-
-    return plot(5.2, 1, 1, fill)

@@ -1,10 +1,12 @@
 """Files of results, which grow while something is measured."""
 
-from __future__ import annotations
-
 import json
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from commhooks.lab.machine import describe_machine
 
 
 def load(path: Path, default: Any = None) -> Any:
@@ -22,3 +24,31 @@ def save(path: Path, document: Any) -> None:
 def newest(results: Path, pattern: str) -> Any:
     """Return the content of the newest JSON file whose name matches; dates come first in names."""
     return json.loads(max(results.glob(pattern)).read_text())
+
+
+class Results:
+    """A file of runs, to which each is added when it ends, so that measuring may be interrupted.
+
+    ``document`` is ``{"about": {...}, key: [{...}, ...]}``, where ``about`` has the machine.
+    """
+
+    def __init__(self, path: Path, key: str = "runs", **about: Any) -> None:
+        self.document: dict[str, Any] = load(path, {"about": {}, key: []})
+        self.runs: list[dict[str, Any]] = self.document[key]
+        self._path, self._about = path, about
+
+    def once(self, run: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Any:
+        """Return what the file has of a run; if it has nothing, measure and add it."""
+        for known in self.runs:
+            if run.items() <= known.items():
+                return known
+        shown = ", ".join(f"{name} {value}" for name, value in run.items())
+        print(shown, end="", flush=True)
+        start = time.monotonic()
+        self.runs.append(found := {**run, **measure()})
+        print(f": {time.monotonic() - start:.0f} s", flush=True)
+        about = self.document.setdefault("about", {})
+        cpus = {*about.get("cpu", "").split(" and "), str(describe_machine()["cpu"])} - {""}
+        about |= self._about | describe_machine() | {"cpu": " and ".join(sorted(cpus))}
+        save(self._path, self.document)
+        return found

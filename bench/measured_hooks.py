@@ -5,8 +5,6 @@ right numbers has a smaller one. Unbiased hooks may exceed 1: stochastic roundin
 numbers n/k times, has a variance that only the mean over steps reduces.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

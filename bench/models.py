@@ -4,8 +4,6 @@ The benchmarks measure communication. A backward that does little but write grad
 case for a reducer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Each kind of result has one function below, which turns its JSON into a section 
 docs/results/tables.md. summary.py fills the figures that other pages quote into these pages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

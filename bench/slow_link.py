@@ -11,8 +11,6 @@ The model is the demo's GPT, enlarged. It and its training are also for
         --train bench.slow_link:train --link 100mbit --hooks ...
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
@@ -28,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench import files
 from bench.fidelity.tasks import Text, adamw
+from bench.files import Results
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
@@ -37,7 +35,6 @@ from commhooks.costs.units import parse_rate
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.comparison.remote import Side
-from commhooks.lab.machine import describe_machine
 from commhooks.lab.models import Workload
 from examples.gpt import GPT, GPTConfig
 
@@ -107,7 +104,7 @@ class Race:
     courses: Mapping[str, Course]
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Race:
+    def of(cls, document: Mapping[str, Any]) -> "Race":
         """Read a JSON document."""
         courses = (from_json(Course, entry) for entry in document["courses"])
         return cls(document["about"], {course.hook: course for course in courses})
@@ -166,25 +163,24 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
         yield lambda: module(*held_out).item()
 
 
-def run(hook: str, ranks: Ranks, steps: int, goal: float) -> Course:
-    """Train with one hook for some steps, or until the validation loss ``goal``."""
+def run(hook: str, ranks: Ranks, steps: int, goal: float) -> dict[str, Any]:
+    """Train with one hook for some steps, or until the validation loss ``goal``: a Course."""
     ranks.make(Side, Workload(MODEL))
     before = _bare_step_seconds(ranks), os.getloadavg()[0]
     ranks.do(Side.begin_training, Entry.of(hook), TRAINING)
     points: list[TrainingPoint] = []
-    is_over = False
-    while not is_over:
+    while not points or (points[-1].step < steps and points[-1].validation_loss > goal):
         for _ in range(STRIDE - 1):
             ranks.do(Side.train, False)
         points.append(point := ranks.do(Side.train, True)[0])
         print(
-            f"  step {point.step}: {point.seconds:.1f} s, {point.wire_bytes / 1e6:.1f} MB, "
+            f"\n  step {point.step}: {point.seconds:.1f} s, {point.wire_bytes / 1e6:.1f} MB, "
             f"validation loss {point.validation_loss:.4f}",
+            end="",
             flush=True,
         )
-        is_over = point.step >= steps or point.validation_loss <= goal
     after = _bare_step_seconds(ranks), os.getloadavg()[0]
-    return Course(hook, points, *zip(before, after, strict=True))
+    return asdict(Course(hook, points, *zip(before, after, strict=True)))
 
 
 def _bare_step_seconds(ranks: Ranks) -> float:
@@ -210,28 +206,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of allreduce; default: {STEPS}")
     arguments = parser.parse_args()
     rate = parse_rate(arguments.rate)
-    about = {
-        "model": MODEL,
-        "parameters": sum(parameter.numel() for parameter in make_gpt().parameters()),
-        "ranks": arguments.ranks,
-        "bits_per_second": rate,
-    }
-    courses = dict(Race.of(files.load(arguments.result, {"about": {}, "courses": []})).courses)
-    for hook in (PLAIN, *(arguments.hook or HOOKS)):
-        if hook in courses:
-            continue
-        print(hook, flush=True)
-        limits = (arguments.steps, -math.inf)
-        if hook != PLAIN:
-            limits = (2 * arguments.steps, courses[PLAIN].lowest.validation_loss)
-        link = shaped_link(arguments.ranks, rate)
-        with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
-            courses[hook] = run(hook, ranks, *limits)
-        document = {
-            "about": about | describe_machine(),
-            "courses": [asdict(courses[hook]) for hook in sorted(courses)],
-        }
-        files.save(arguments.result, document)
+    parameters = sum(parameter.numel() for parameter in make_gpt().parameters())
+    about = {"parameters": parameters, "ranks": arguments.ranks, "bits_per_second": rate}
+    results = Results(arguments.result, "courses", model=MODEL, **about)
+
+    def train_once(hook: str, steps: int, goal: float) -> Course:
+        def measure() -> dict[str, Any]:
+            link = shaped_link(arguments.ranks, rate)
+            with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
+                return run(hook, ranks, steps, goal)
+
+        return from_json(Course, results.once({"hook": hook}, measure))
+
+    goal = train_once(PLAIN, arguments.steps, -math.inf).lowest.validation_loss
+    for hook in arguments.hook or HOOKS:
+        train_once(hook, 2 * arguments.steps, goal)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ table or a paragraph has its marks on lines of their own. ``make results`` fills
 compares the pages with the files. The newest file of each kind counts.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from bench.fidelity.tasks import TASKS
 from bench.figures import short
 from bench.files import load, newest
 from bench.gpu import page as gpu_page
-from bench.plots import Draw
 from bench.slow_link import PLAIN, Race
 from commhooks.costs.units import format_rate
 
@@ -64,15 +62,16 @@ def fill(text: str, known: Mapping[str, str]) -> str:
     return _MARKED.sub(replace, text)
 
 
-def plots(results: Path) -> dict[str, Draw]:
-    """Return the plots, by file name."""
+def plots(results: Path) -> dict[str, Callable[[Path], None]]:
+    """Return the functions that draw the plots to a path, by file name."""
     record = Record.newest(results)
     by_task = {task: rows(record, task) for task in measured_tasks(record)}
+    kernels = newest(results, "*-kernels.json")["benchmarks"]
     return {
-        "fidelity.svg": figures.fidelity(by_task),
-        "slow-link.svg": figures.slow_link(_race(results, HEADLINE)),
-        "scaling.svg": figures.scaling(cells(results)),
-        "kernels.svg": figures.kernels(newest(results, "*-kernels.json")["benchmarks"]),
+        "fidelity.svg": partial(figures.fidelity, by_task),
+        "slow-link.svg": partial(figures.slow_link, _race(results, HEADLINE)),
+        "scaling.svg": partial(figures.scaling, cells(results)),
+        "kernels.svg": partial(figures.kernels, kernels),
     }
 
 

@@ -1,7 +1,5 @@
 """Tables in Markdown, whose numbers get the unit that the name of their column implies."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping

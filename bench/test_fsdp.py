@@ -1,7 +1,5 @@
 """The collectives of FSDP2 in few bits beside torch's, over a link of 1 Gbit/s per rank."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator
@@ -19,11 +17,7 @@ from bench.models import ThreeLayers
 from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
-from commhooks.integrations.fsdp import (
-    QuantizedCollective,
-    quantize_all_gather,
-    quantize_reduce_scatter,
-)
+from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
 
 NUMBERS = ["int8", "fp8", "int4", "bf16"]
 ROUNDS = 5
@@ -38,60 +32,54 @@ BFLOAT16 = {
 """What is quantized to int8 of models with bfloat16 parameters and float32 gradients."""
 ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
 
-_models: dict[str, Any] = {}
-_quantized: dict[str, QuantizedCollective] = {}
-_flat: dict[str, torch.Tensor] = {}
 
+class Side:
+    """The models of a rank, all with the same parameters, and the input of the collective."""
 
-def prepare(_rank: int, numbers: list[str]) -> None:
-    """Make the models, all with the same parameters, and the input of the collective."""
-    for name in numbers:
-        _models[name] = _model(MixedPrecisionPolicy())
-        if name != TORCH:
-            _quantized[name] = quantize_reduce_scatter(_models[name], name)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for name, quantizes in BFLOAT16.items():
-        _models[f"bf16 {name}"] = model = _model(policy)
-        for quantize in quantizes:
-            quantize(model, "int8")
-    _flat["input"] = torch.randn(
-        ELEMENTS, generator=torch.Generator().manual_seed(dist.get_rank())
-    ).mul_(1e-3)
-    _flat["mean"] = torch.empty(ELEMENTS // dist.get_world_size())
-    _reduce(TORCH, _flat["mean"])
+    def __init__(self, rank: int) -> None:
+        self._models = {name: _model(MixedPrecisionPolicy()) for name in (TORCH, *NUMBERS)}
+        self._quantized = {n: quantize_reduce_scatter(self._models[n], n) for n in NUMBERS}
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for name, quantizes in BFLOAT16.items():
+            self._models[f"bf16 {name}"] = model = _model(policy)
+            for quantize in quantizes:
+                quantize(model, "int8")
+        generator = torch.Generator().manual_seed(rank)
+        self._input = torch.randn(ELEMENTS, generator=generator).mul_(1e-3)
+        self._mean, _ = self._reduce(TORCH)
 
+    def error_of(self, name: str) -> float:
+        """Return the root mean square of the error, relative to that of the exact means."""
+        output, _ = self._reduce(name)
+        return float((output - self._mean).norm() / self._mean.norm())
 
-def error_of(_rank: int, name: str) -> float:
-    """Return the root mean square of the error, relative to that of the exact means."""
-    output = torch.empty_like(_flat["mean"])
-    _reduce(name, output)
-    return float((output - _flat["mean"]).norm() / _flat["mean"].norm())
+    def collective(self, name: str) -> float:
+        """Return the seconds of a reduce-scatter alone."""
+        return self._reduce(name)[1]
 
+    def step(self, name: str) -> float:
+        """Return the seconds of a forward and a backward, which gather the parameters twice."""
+        model = self._models[name]
+        inputs = ThreeLayers.example_input()
+        dist.barrier()
+        start = time.perf_counter()
+        model(inputs).sum().backward()
+        seconds = time.perf_counter() - start
+        nn.Module.zero_grad(model)
+        return seconds
 
-def collective(_rank: int, name: str) -> float:
-    """Return the seconds of a reduce-scatter alone."""
-    output = torch.empty_like(_flat["mean"])
-    dist.barrier()
-    start = time.perf_counter()
-    _reduce(name, output)
-    return time.perf_counter() - start
+    def sent(self, name: str) -> tuple[int, int]:
+        """Return the bytes that this rank has sent to reduce-scatter, and what torch would send."""
+        return self._quantized[name].wire_bytes, self._quantized[name].plain_bytes
 
-
-def step(_rank: int, name: str) -> float:
-    """Return the seconds of a forward and a backward, which gather the parameters twice."""
-    model = _models[name]
-    inputs = ThreeLayers.example_input()
-    dist.barrier()
-    start = time.perf_counter()
-    model(inputs).sum().backward()
-    seconds = time.perf_counter() - start
-    nn.Module.zero_grad(model)
-    return seconds
-
-
-def sent(_rank: int, name: str) -> tuple[int, int]:
-    """Return the bytes that this rank has sent in reduce-scatters, and what torch would send."""
-    return _quantized[name].wire_bytes, _quantized[name].plain_bytes
+    def _reduce(self, name: str) -> tuple[torch.Tensor, float]:
+        """Return this rank's part of the means, and the seconds."""
+        comm = units_of(self._models[name])[0].collective("reduce_scatter")
+        output = torch.empty(ELEMENTS // dist.get_world_size())
+        dist.barrier()
+        start = time.perf_counter()
+        comm(output, self._input.clone(), dist.group.WORLD, dist.ReduceOp.AVG)
+        return output, time.perf_counter() - start
 
 
 def _model(policy: MixedPrecisionPolicy) -> Any:
@@ -103,11 +91,6 @@ def _model(policy: MixedPrecisionPolicy) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _reduce(name: str, output: torch.Tensor) -> None:
-    comm = units_of(_models[name])[0].collective("reduce_scatter")
-    comm(output, _flat["input"].clone(), dist.group.WORLD, dist.ReduceOp.AVG)
-
-
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Return ranks on a link, with their models."""
@@ -115,7 +98,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if reason is not None:
         pytest.skip(reason)
     with shaped_link(request.param, 1e9) as link, Ranks(request.param, link) as ranks:
-        ranks(prepare, [TORCH, *NUMBERS])
+        ranks.make(Side)
         yield ranks
 
 
@@ -123,16 +106,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     """Measure the collective alone and the whole step, in turn with torch's."""
-    error = max(ranks(error_of, numbers))
+    error = max(ranks.do(Side.error_of, numbers))
     assert error < 0.2
     timers = {
-        f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks(work, name))
-        for work in (step, collective)
+        f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks.do(work, name))
+        for work in (Side.step, Side.collective)
         for prefix, name in (("torch ", TORCH), ("", numbers))
     }
     seconds = in_turn(benchmark, timers, ROUNDS)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    wire_bytes, plain_bytes = ranks(sent, numbers)[0]
+    wire_bytes, plain_bytes = ranks.do(Side.sent, numbers)[0]
     benchmark.extra_info.update(
         error=error,
         ratio=plain_bytes / wire_bytes,
@@ -148,7 +131,7 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
 @pytest.mark.benchmark(group="sharded, bfloat16 parameters")
 def test_whole_step(benchmark: Any, ranks: Ranks) -> None:
     """Measure a forward and a backward with each of ``BFLOAT16``, in turn."""
-    timers = {name: lambda name=name: max(ranks(step, f"bf16 {name}")) for name in BFLOAT16}
+    timers = {name: lambda name=name: max(ranks.do(Side.step, f"bf16 {name}")) for name in BFLOAT16}
     seconds = in_turn(benchmark, timers, ROUNDS)
     median = {name: statistics.median(found) for name, found in seconds.items()}
     benchmark.extra_info.update(

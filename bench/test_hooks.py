@@ -1,7 +1,5 @@
 """Hooks beside torch's: over loopback, over a shaped link, and the cost of awaiting."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ the CPU, where products of small matrices take longer than their launch would. T
 of Python; gpu/test_gpu_steps.py measures launches on a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable, Iterator

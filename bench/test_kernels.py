@@ -1,7 +1,5 @@
 """Codecs and the selection of top-k against a plain copy of the gradients, on one thread."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

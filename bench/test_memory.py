@@ -3,13 +3,10 @@
 tests/project/test_memory_page.py compares their state with the formulas in docs/memory.md.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +24,11 @@ from commhooks.lab.models import Workload
 STEPS = 4  # buckets are rebuilt after the first
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Bytes of one rank. ``peak`` and ``between_steps``: resident memory, with gradients freed."""
+def usage(rank: int, model: str, entry: Entry) -> dict[str, int]:
+    """Return bytes of a process that trains ``model`` for a few steps.
 
-    gradient_bytes: int
-    state_bytes: int
-    between_steps: int
-    peak: int
-
-
-def usage(rank: int, model: str, entry: Entry) -> Usage:
-    """Measure a process that trains ``model`` for a few steps."""
+    ``peak_bytes`` and ``between_steps_bytes`` are resident memory, with gradients freed.
+    """
     workload = Workload(model)
     module = workload.make_module()
     gradient_bytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -48,8 +38,14 @@ def usage(rank: int, model: str, entry: Entry) -> Usage:
         turn.clear()
     gc.collect()
     hook = turn.handle.hook if turn.handle is not None else None
-    state = state_bytes(hook) if isinstance(hook, CommHook) else 0
-    return Usage(gradient_bytes, state, _status("VmRSS"), _status("VmHWM"))
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, peak = (1024 * int(status[field].split()[0]) for field in ("VmRSS", "VmHWM"))
+    return {
+        "gradient_bytes": gradient_bytes,
+        "state_bytes": state_bytes(hook) if isinstance(hook, CommHook) else 0,
+        "between_steps_bytes": resident,
+        "peak_bytes": peak,
+    }
 
 
 def state_bytes(hook: CommHook) -> int:
@@ -57,13 +53,6 @@ def state_bytes(hook: CommHook) -> int:
     entries = [entry for each in tree(hook) for entry in each.state.values()]
     storages = [tensor.untyped_storage() for entry in entries for tensor in entry.values()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _status(field: str) -> int:
-    """Return a field of the status of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    values = dict(line.split(":", 1) for line in lines)
-    return 1024 * int(values[field].split()[0])
 
 
 MODEL = "bench.models:four_layers"
@@ -80,10 +69,10 @@ def _freed_memory_goes_back() -> Iterator[None]:
 
 
 @functools.cache
-def usage_of(name: str) -> Usage:
+def usage_of(name: str) -> dict[str, int]:
     """Return the figures of the rank that needed most."""
     with Ranks(RANKS) as ranks:
-        return max(ranks(usage, MODEL, entry_of(name)), key=lambda used: used.peak)
+        return max(ranks(usage, MODEL, entry_of(name)), key=lambda used: used["peak_bytes"])
 
 
 @pytest.mark.benchmark(group="memory")
@@ -91,14 +80,11 @@ def usage_of(name: str) -> Usage:
 def test_memory(benchmark: Any, hook: str) -> None:
     """Measure memory; the time that is shown is that of starting the processes."""
     bare = usage_of("bare")
-    used = benchmark.pedantic(usage_of, (hook,), rounds=1, iterations=1)
+    used = dict(benchmark.pedantic(usage_of, (hook,), rounds=1, iterations=1))
     if hook == "allreduce":
-        torch_peak = usage_of("torch").peak
-        assert used.peak <= torch_peak + NOISE * used.gradient_bytes
-    benchmark.extra_info.update(
-        gradient_bytes=used.gradient_bytes,
-        state_bytes=used.state_bytes,
-        between_steps_bytes=used.between_steps - bare.between_steps,
-        peak_bytes=used.peak - bare.peak,
-        peak_to_gradients=(used.peak - bare.peak) / used.gradient_bytes,
-    )
+        torch_peak = usage_of("torch")["peak_bytes"]
+        assert used["peak_bytes"] <= torch_peak + NOISE * used["gradient_bytes"]
+    for name in ("between_steps_bytes", "peak_bytes"):
+        used[name] -= bare[name]
+    ratio = used["peak_bytes"] / used["gradient_bytes"]
+    benchmark.extra_info.update(used, peak_to_gradients=ratio)

@@ -3,8 +3,6 @@
 ``ratio_to_torch`` in extra_info is that of steps; ``backward_seconds`` has the backwards alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -6,8 +6,6 @@ bench.slow_link in turn, one step each, in the same processes: other load on the
 alike. A file that has the trials gets new trainings.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

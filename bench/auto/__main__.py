@@ -1,51 +1,167 @@
 """What ``auto`` is worth: ``python -m bench.auto RESULT.json [POINT ...]``, as root.
 
-Measures the points that the file lacks, by default all of them. Each point is written when it ends,
-so the command may be interrupted at any time.
+Measures the points that the file lacks, by default all of them: ``auto`` and what it is compared
+with, in turn, in the same processes. Each point is written when it ends, so the command may be
+interrupted at any time.
 """
 
-from __future__ import annotations
-
 import argparse
+import statistics
+import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from bench import files
-from bench.auto.measure import POINTS, QUICK, Effort, Point, measure
-from bench.auto.tables import summary_of
+from bench.auto.points import AUTO, POINTS, REFERENCE, Point
+from bench.auto.remote import Training, Trainings, cpu_seconds
+from bench.auto.tables import point_rows, title
+from bench.tables import table
+from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
+from commhooks.cluster import Ranks
+from commhooks.hook.base import is_lossless
+from commhooks.hook.spec import hook_spec
 from commhooks.lab.machine import describe_machine
-from commhooks.planning import Plan
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    settings: tuple[str, ...] = DEFAULT_CANDIDATES
+    """The uniform settings that it is compared with."""
+    warm_up: int = 120
+    """Steps of ``auto`` before it is timed. The first plan is in use after about 18."""
+    blocks: int = 5
+    """Of each setting, in turn."""
+    block_steps: int = 6
+    """At least 3, or most steps of ``auto`` follow a pause, during which it believes to train. The
+    models of the other settings are in the caches at first, so messages seem slower."""
+    error_steps: int = 4
+    error_after: int = 15
+    """Steps before the error of a uniform setting is measured."""
+
+
+QUICK = Effort(("allreduce", "bf16", REFERENCE), warm_up=40, blocks=2, error_steps=1, error_after=1)
+"""For a test: shows that it works, and nothing else."""
+
+
+def measure(point: Point, effort: Effort) -> Row:
+    """Measure a point."""
+    with point.link() as link, Ranks(point.ranks, link) as ranks:
+        ranks.make(Trainings, point.model)
+        settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, effort)
+        before = _loads(ranks)
+        ranks.do(Trainings.add, AUTO)
+        warm_up = _slowest(ranks, AUTO, effort.warm_up)
+        _take_turns(ranks, settings, effort)
+        wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
+        plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
+        settings[AUTO]["error"] = _error(ranks, AUTO, effort)
+        parameters = ranks.do(Trainings.parameters)[0]
+    settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
+    elements: Counter[str] = Counter()
+    for row in plan.rows:
+        elements[row.hook] += row.elements
+    trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
+    return {
+        "point": asdict(point),
+        "parameters": parameters,
+        "effort": asdict(effort),
+        "settings": settings,
+        "auto": {
+            "warm_up_seconds": warm_up,
+            "history": history,
+            "metrics": metrics,
+            "hooks": {hook: count / plan.elements for hook, count in elements.items()},
+            "reason": plan.reason,
+            "planning_share": planning_seconds / trained,
+        },
+        "others": max(0.0, busy - used) / wall,
+    }
+
+
+def _within_the_limit(ranks: Ranks, effort: Effort) -> dict[str, Row]:
+    """Begin to train with each uniform setting; return those whose errors are within the limit."""
+    errors: dict[str, float] = {}
+    for spec in effort.settings:
+        ranks.do(Trainings.add, spec)
+        errors[spec] = 0.0
+        if not is_lossless(hook_spec(spec).create()):
+            ranks.do(Trainings.do, spec, Training.seconds, effort.error_after)
+            errors[spec] = _error(ranks, spec, effort)
+    for spec in errors:
+        if errors[spec] > errors[REFERENCE]:
+            ranks.do(Trainings.drop, spec)
+    return {spec: {"error": e} for spec, e in errors.items() if e <= errors[REFERENCE]}
+
+
+def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
+    """Time all settings, block by block. The first block of each is not counted.
+
+    Each gets ``blocks``: for each turn the seconds of its steps.
+    """
+    for name, row in settings.items():
+        _slowest(ranks, name, effort.block_steps)
+        row["blocks"] = []
+    sent = {name: ranks.do(Trainings.do, name, Training.sent)[0] for name in settings}
+    names = list(settings)
+    for turn in range(effort.blocks):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            settings[name]["blocks"].append(_slowest(ranks, name, effort.block_steps))
+    for name, row in settings.items():
+        now = ranks.do(Trainings.do, name, Training.sent)[0]
+        steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
+        row["wire_bytes"] = nbytes / steps
+
+
+def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
+    """Train, and return the seconds of each step on the slowest rank."""
+    by_rank = ranks.do(Trainings.do, name, Training.seconds, steps)
+    return list(map(max, zip(*by_rank, strict=True)))
+
+
+def _error(ranks: Ranks, name: str, effort: Effort) -> float:
+    """Train, and return the median error of a step's average."""
+    return statistics.median(ranks.do(Trainings.do, name, Training.errors, effort.error_steps)[0])
+
+
+def _loads(ranks: Ranks) -> tuple[float, float, float]:
+    """Return the time, and the CPU seconds so far of this machine and of these processes."""
+    of_machine = psutil.cpu_times()
+    busy = sum(of_machine) - of_machine.idle - of_machine.iowait
+    return time.monotonic(), busy, time.process_time() + sum(ranks(cpu_seconds))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the file lacks."""
     by_name = {point.name: point for point in POINTS}
     parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("result", type=Path, metavar="RESULT.json")
-    add("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
-    add("--plan", action="append", default=[], metavar="NAME=PLAN.json", help="compare with it too")
-    add("--setting", action="append", metavar="HOOK", help="compare with these uniform hooks only")
-    add("--warm-up", type=int, default=Effort.warm_up, help="steps of auto before")
-    add("--blocks", type=int, default=Effort.blocks, help="of each setting")
-    add("--block-steps", type=int, default=Effort.block_steps)
-    add("--again", action="store_true", help="measure also what is in the file")
-    add("--quick", action="store_true", help="a tiny model over loopback")
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
+    only = "compare with these uniform hooks only"
+    parser.add_argument("--setting", action="append", metavar="HOOK", help=only)
+    parser.add_argument("--quick", action="store_true", help="a tiny model over loopback")
     options = parser.parse_args(arguments)
     if unknown := set(options.point) - by_name.keys():
         parser.error(f"no point is named {min(unknown)!r}; there are {', '.join(by_name)}")
     points, effort = [Point("tiny", 0)], QUICK
     if not options.quick:
         points = [by_name[name] for name in options.point or by_name]
-        settings = tuple(options.setting or Effort.settings)
-        effort = Effort(settings, options.warm_up, options.blocks, options.block_steps)
-    plans = {name: Plan.load(file) for name, _, file in (p.partition("=") for p in options.plan)}
+        effort = Effort(tuple(options.setting or Effort.settings))
     record = files.load(options.result, {"about": describe_machine(), "points": {}})
     for point in points:
-        if options.again or point.name not in record["points"]:
-            record["points"][point.name] = measure(point, effort, plans)
+        if point.name not in record["points"]:
+            entry = record["points"][point.name] = measure(point, effort)
             files.save(options.result, record)
-            print(summary_of(record["points"][point.name]), flush=True)
+            print(f"{title(entry)}\n{table(point_rows(entry))}", flush=True)
 
 
 if __name__ == "__main__":

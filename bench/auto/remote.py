@@ -1,11 +1,9 @@
 """What each rank does: it trains a copy of the model with each setting, in blocks of steps."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from bench.auto.models import MODELS, Model
+from bench.auto.points import AUTO, MODELS, Model
 from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.algorithms.wrappers.trial import relative_error
+from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
 
 _Result = TypeVar("_Result")
@@ -25,9 +24,10 @@ _Result = TypeVar("_Result")
 class Training:
     """A copy of a model that is trained with a hook, by SGD."""
 
-    def __init__(self, kind: Model, module: nn.Module, config: Mapping[str, Any]) -> None:
+    def __init__(self, kind: Model, module: nn.Module, setting: str) -> None:
         self._kind, self._steps = kind, 0
-        self._hook: Any = commhooks.create(config)
+        exact = {"exact": list(kind.exact)} if setting == AUTO else {}
+        self._hook: Any = commhooks.create(hook_spec(setting).config, **exact)
         self._model: Any = wrap(copy.deepcopy(module))
         self._optimizer = torch.optim.SGD(self._model.parameters(), kind.rate)
         self._handle = commhooks.register(self._model, self._hook)
@@ -91,7 +91,7 @@ class Training:
 
 
 class Trainings:
-    """The trainings of this rank, by the names of their settings."""
+    """The trainings of this rank, by their settings."""
 
     def __init__(self, rank: int, model: str) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
@@ -103,17 +103,17 @@ class Trainings:
         """Return the number of parameters of the model."""
         return sum(parameter.numel() for parameter in self._module.parameters())
 
-    def add(self, name: str, config: Mapping[str, Any]) -> None:
+    def add(self, setting: str) -> None:
         """Begin a training."""
-        self._trainings[name] = Training(self._kind, self._module, config)
+        self._trainings[setting] = Training(self._kind, self._module, setting)
 
-    def drop(self, name: str) -> None:
+    def drop(self, setting: str) -> None:
         """Forget a training."""
-        del self._trainings[name]
+        del self._trainings[setting]
 
-    def do(self, name: str, method: Callable[..., _Result], *arguments: Any) -> _Result:
+    def do(self, setting: str, method: Callable[..., _Result], *arguments: Any) -> _Result:
         """Call a method of a training."""
-        return method(self._trainings[name], *arguments)
+        return method(self._trainings[setting], *arguments)
 
 
 def cpu_seconds(_rank: int) -> float:

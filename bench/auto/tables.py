@@ -1,20 +1,16 @@
 """What the measurements say, for the page of results."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.auto.measure import AUTO, Point
+from bench.auto.points import AUTO, Point
 
-Row = dict[str, Any]
 Entry = Mapping[str, Any]
 _LEAST_TURNS = 5
 _RESAMPLES = 4000
-_CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
@@ -30,27 +26,34 @@ class Interval(NamedTuple):
 
 def median_interval(values: Sequence[float]) -> Interval:
     """Return the median and its bootstrap interval, the same one for the same values."""
-    draw = np.random.default_rng(0)
-    samples = draw.choice(np.array(values), (_RESAMPLES, len(values)))
-    tail = (1 - _CONFIDENCE) / 2
-    low, high = np.quantile(np.median(samples, axis=1), [tail, 1 - tail])
+    samples = np.random.default_rng(0).choice(np.array(values), (_RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(samples, axis=1), [0.025, 0.975])
     return Interval(float(low), float(np.median(values)), float(high))
 
 
-def point_rows(entry: Entry) -> Iterator[Row]:
+def point_rows(entry: Entry) -> Iterator[dict[str, Any]]:
     """Yield a row for each setting of a point, the fastest first."""
-    best, settings = _best_uniform(entry), entry["settings"]
-    for name in sorted(settings, key=lambda name: _seconds(entry, name)):
-        setting, ratio = settings[name], _ratio(entry, name)
-        turns = sum(block is not None for block in setting["blocks"])
+    settings = entry["settings"]
+    blocks = {name: settings[name]["blocks"] for name in settings}  # None: not timed in this turn
+    seconds = {
+        name: statistics.median(sum(block) / len(block) for block in of if block)
+        for name, of in blocks.items()
+    }
+    uniform = {name for name, setting in settings.items() if "hooks" not in setting} - {AUTO}
+    best = min(sorted(uniform), key=seconds.__getitem__)  # in hindsight
+    for name in sorted(settings, key=seconds.__getitem__):
+        # The time of auto, with its trials and plans, as a share of that of the setting.
+        pairs = zip(blocks[AUTO], blocks[name], strict=True)
+        ratio = median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
+        turns = sum(block is not None for block in blocks[name])
         text = str(ratio) if turns >= _LEAST_TURNS else f"{ratio.median:.2f}"
         yield {
             "setting": name + (" (the best uniform one)" if name == best else ""),
-            "step_seconds": _seconds(entry, name),
+            "step_seconds": seconds[name],
             "auto_to_it": "" if name == AUTO else text,
-            "wire_bytes": setting["wire_bytes"],
-            "error": setting.get("error"),
-            "predicted_seconds": setting.get("predicted_seconds"),
+            "wire_bytes": settings[name]["wire_bytes"],
+            "error": settings[name].get("error"),
+            "predicted_seconds": settings[name].get("predicted_seconds"),
             "turns": turns,
         }
 
@@ -73,33 +76,3 @@ def circumstances(entry: Entry) -> str:
         f"in step {first}, and {len(auto['history'])} plans in all; measuring and planning took "
         f"{auto['planning_share']:.1%} of its time. Its last plan, by parameters: {hooks}."
     )
-
-
-def summary_of(entry: Entry) -> str:
-    """Return a line for the terminal."""
-    others = (f"{name} {_ratio(entry, name)}" for name in entry["settings"] if name != AUTO)
-    return (
-        f"{Point(**entry['point']).name}: auto {_seconds(entry, AUTO):.3f} s, best uniform "
-        f"{_best_uniform(entry)}; auto to {', '.join(others)}"
-    )
-
-
-def _ratio(entry: Entry, name: str) -> Interval:
-    """Return the time of ``auto``, trials and plans included, as a share of that of a setting.
-
-    The median over turns in which both were timed.
-    """
-    own, other = (entry["settings"][each]["blocks"] for each in (AUTO, name))
-    pairs = zip(own, other, strict=True)
-    return median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
-
-
-def _best_uniform(entry: Entry) -> str:
-    """Return the uniform setting within the limit whose steps were shortest, in hindsight."""
-    uniform = {name for name, row in entry["settings"].items() if "hooks" not in row} - {AUTO}
-    return min(sorted(uniform), key=lambda name: _seconds(entry, name))
-
-
-def _seconds(entry: Entry, name: str) -> float:
-    blocks = [block for block in entry["settings"][name]["blocks"] if block]
-    return statistics.median(sum(block) / len(block) for block in blocks)

@@ -10,8 +10,6 @@ write the figures that the package and the docs show. ``make results`` shows the
 ``--recipe`` names one of the task's optimizers for them; plain averaging keeps the usual one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator
@@ -20,26 +18,25 @@ from pathlib import Path
 
 from bench.fidelity.runs import PACKAGED, Record, figures, row_of
 from bench.fidelity.tasks import ALL_TASKS, TASKS
-from bench.fidelity.trained_hooks import TrainedHook, trained_hooks, trained_on
+from bench.fidelity.trained_hooks import RANKS, TrainedHook, trained_hooks, trained_on
 from bench.fidelity.training import run_missing
+from bench.files import Results
 from bench.tables import table
-from commhooks.hook.spec import hook_spec
 from commhooks.testing import close_ranks
 
 
 def main() -> None:
     """Run what is missing, and save each run as it ends."""
     arguments = _parser().parse_args()
-    record, tasks = Record.load(arguments.results), arguments.task or list(TASKS)
+    results = Results(arguments.results, ranks=RANKS)
+    chosen = {task: list(_chosen(arguments, task)) for task in arguments.task or TASKS}
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        for task in tasks:
-            chosen = list(_chosen(arguments, task))
-            run_missing(task, chosen, seed, record, arguments.results, again=arguments.again)
+        for task, hooks in chosen.items():
+            run_missing(task, hooks, seed, results)
     close_ranks()
+    record = Record(results.document)
     if arguments.hook:
-        found = (
-            (task, row_of(record, task, t)) for task in tasks for t in _chosen(arguments, task)
-        )
+        found = ((task, row_of(record, task, t)) for task, hooks in chosen.items() for t in hooks)
         print(table({"task": task} | row.cells for task, row in found if row is not None))
     if arguments.publish:
         PACKAGED.write_text(json.dumps(figures(record), indent=1) + "\n")
@@ -56,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", help="default: the usual one of the hook and the task")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)  # published figures have 0 to 2
-    parser.add_argument("--again", action="store_true", help="repeat runs that the file has")
     parser.add_argument("--publish", action="store_true", help="also write hook/fidelity.json")
     return parser
 
@@ -68,9 +64,8 @@ def _chosen(arguments: argparse.Namespace, task: str) -> Iterator[TrainedHook]:
     variants = {trained.title for trained in trained_on("gpt")}
     for name in arguments.hook or found:
         if name not in variants:
-            hook, options = (config := dict(hook_spec(name).config)).pop("name"), config
-            default = usual.get(hook, TrainedHook(hook))
-            found[name] = replace(default, options={**default.options, **options})
+            tried = TrainedHook(name)
+            found[name] = replace(usual.get(tried.hook, tried), spec=name)
         if name in found:
             yield replace(found[name], recipe=arguments.recipe or found[name].recipe)
 

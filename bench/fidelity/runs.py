@@ -1,10 +1,7 @@
 """The measured runs, and the comparison of each with plain averaging on the same data."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,14 +9,7 @@ from typing import Any
 import commhooks
 from bench import files
 from bench.fidelity.tasks import ALL_TASKS, TASKS
-from bench.fidelity.trained_hooks import (
-    RANKS,
-    REFERENCE,
-    TrainedHook,
-    trained_hooks,
-    trained_on,
-)
-from commhooks.lab.machine import describe_machine
+from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook, trained_hooks, trained_on
 
 PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 """The figures that the package shows: one per hook and task."""
@@ -41,56 +31,31 @@ class Run:
     wire_bytes: float
     ranks: int = RANKS
 
-    @property
-    def key(self) -> tuple[str, str, str, int, str, int]:
-        """Return the key of the run. A record keeps the last run for each key."""
-        config = json.dumps(self.config, sort_keys=True)
-        return self.task, self.hook, self.recipe, self.ranks, config, self.seed
-
 
 class Record:
-    """The runs of a JSON file, ``{"about": {...}, "runs": [...]}``."""
+    """The runs of a file of results, ``{"about": {...}, "runs": [...]}``."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any]) -> None:
         self.about: dict[str, Any] = document["about"]
-        self._runs: dict[tuple[str, str, str, int, str, int], Run] = {}
+        self._runs = []
         for entry in document["runs"]:
-            entry = {**entry, "config": _completed(entry["config"])}
-            entry.pop("accuracy", None)  # in older files
-            run = Run(**entry)
-            self._runs[run.key] = run
+            known = {name: entry[name] for name in Run.__annotations__ if name in entry}
+            self._runs.append(Run(**known | {"config": _completed(entry["config"])}))
+        self._runs.sort(key=lambda run: run.seed)
 
     @classmethod
-    def load(cls, path: Path) -> Record:
-        """Read a file; a record without runs if there is none."""
-        return cls(files.load(path, {"about": {}, "runs": []}))
-
-    @classmethod
-    def newest(cls, results: Path) -> Record:
+    def newest(cls, results: Path) -> "Record":
         """Read the newest file of a folder."""
         return cls(files.newest(results, "*-fidelity.json"))
 
-    def runs(
-        self, task: str, hook: str, config: dict[str, Any], recipe: str, ranks: int = RANKS
-    ) -> list[Run]:
-        """Return the runs of a hook with these options, by seed."""
+    def runs(self, task: str, trained: TrainedHook) -> list[Run]:
+        """Return the runs of a hook with its options, recipe and ranks, by seed."""
+        wanted = trained.key(ALL_TASKS[task].usual)
         return [
             run
-            for key, run in sorted(self._runs.items())
-            if key[:4] == (task, hook, recipe, ranks) and run.config == config
+            for run in self._runs
+            if run.task == task and all(vars(run)[name] == wanted[name] for name in wanted)
         ]
-
-    def add(self, run: Run) -> None:
-        """Add a run, in place of an older one with the same key."""
-        self._runs[run.key] = run
-        machine = describe_machine()
-        cpus = {*self.about.get("cpu", "").split(" and "), str(machine["cpu"])} - {""}
-        self.about = {"ranks": RANKS, **machine, "cpu": " and ".join(sorted(cpus))}
-
-    def save(self, path: Path) -> None:
-        """Write the file."""
-        runs = [asdict(self._runs[key]) for key in sorted(self._runs)]
-        files.save(path, {"about": self.about, "runs": runs})
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +68,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of a hook on one task, and the runs that they are compared with, by seed.
+    """The runs of a hook on one task, and runs that they are compared with by seed.
 
     ``usual``: plain averaging with the usual optimizer of the task; ``plain``: with that which the
     hook is compared with. ``control``: :attr:`TrainedHook.control`, empty if there is none.
@@ -113,12 +78,12 @@ class Row:
     runs: Sequence[Run]
     plain: Sequence[Run]
     usual: Sequence[Run]
-    control: Sequence[Run] = ()
+    control: Sequence[Run]
 
     @property
     def changes(self) -> list[float]:
         """Return the relative change of the validation loss against ``plain``, by seed."""
-        return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.plain, strict=True)]
+        return _changes(self.runs, self.plain)
 
     @property
     def change(self) -> float:
@@ -128,7 +93,7 @@ class Row:
     @property
     def changes_to_usual(self) -> list[float]:
         """Return the change against ``usual``, by seed."""
-        return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.usual, strict=True)]
+        return _changes(self.runs, self.usual)
 
     @property
     def change_to_usual(self) -> float:
@@ -138,10 +103,7 @@ class Row:
     @property
     def control_change(self) -> float | None:
         """Return the mean change of the control against ``usual``, None without a control."""
-        usual = {run.seed: run.loss for run in self.usual}
-        return (
-            mean(run.loss / usual[run.seed] - 1 for run in self.control) if self.control else None
-        )
+        return mean(_changes(self.control, self.usual)) if self.control else None
 
     @property
     def byte_share(self) -> float:
@@ -163,6 +125,11 @@ class Row:
         }
 
 
+def _changes(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
+    losses = {run.seed: run.loss for run in plain}
+    return [run.loss / losses[run.seed] - 1 for run in runs]
+
+
 def measured_tasks(record: Record) -> list[str]:
     """Return the published tasks on which a hook has been run."""
     return [task for task in TASKS if rows(record, task)]
@@ -176,28 +143,16 @@ def rows(record: Record, task: str) -> list[Row]:
 
 def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
     """Return the row of a hook, or None if it has not been run."""
-    usual_recipe = ALL_TASKS[task].usual
     plain, usual = (
-        {run.seed: run for run in _plain(record, task, recipe)}
-        for recipe in (trained.reference_recipe or usual_recipe, usual_recipe)
+        record.runs(task, TrainedHook(REFERENCE, recipe))
+        for recipe in (trained.reference_recipe, None)
     )
-    config = trained.create().to_config()
-    runs = record.runs(task, trained.hook, config, trained.recipe or usual_recipe, trained.ranks)
-    runs = [run for run in runs if run.seed in plain.keys() & usual.keys()]
-    if not runs:
-        return None
-    references = ([of_seed[run.seed] for run in runs] for of_seed in (plain, usual))
-    return Row(trained, runs, *references, control=_control(record, task, trained, runs))
-
-
-def _control(record: Record, task: str, trained: TrainedHook, runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of the control with the seeds of ``runs``."""
-    if (control := trained.control) is None:
-        return []
+    seeds = {run.seed for run in plain} & {run.seed for run in usual}
+    runs = [run for run in record.runs(task, trained) if run.seed in seeds]
     seeds = {run.seed for run in runs}
-    recipe = trained.recipe or ALL_TASKS[task].usual
-    alone = record.runs(task, trained.hook, runs[0].config, recipe, control.ranks)
-    return [run for run in alone if run.seed in seeds]
+    control = record.runs(task, trained.control) if trained.control else []
+    control = [run for run in control if run.seed in seeds]
+    return Row(trained, runs, plain, usual, control) if runs else None
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
@@ -205,12 +160,8 @@ def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
     usual = ALL_TASKS[task].usual
     special = (trained.reference_recipe or usual for trained in trained_hooks())
     recipes = dict.fromkeys([usual, *special])
-    found = {recipe: _plain(record, task, recipe) for recipe in recipes}
+    found = {recipe: record.runs(task, TrainedHook(REFERENCE, recipe)) for recipe in recipes}
     return {recipe: runs for recipe, runs in found.items() if runs}
-
-
-def _plain(record: Record, task: str, recipe: str) -> list[Run]:
-    return record.runs(task, REFERENCE, TrainedHook(REFERENCE).create().to_config(), recipe)
 
 
 def spread(runs: Sequence[Run]) -> float:

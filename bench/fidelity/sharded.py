@@ -5,10 +5,10 @@ data, and add each run to FILE, which keeps what it has. Prints the mean loss of
 torch's. All is in float32, so that nothing else rounds.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench import files
 from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import RANKS
 from bench.fidelity.training import fit
+from bench.files import Results
 from bench.tables import table
 from commhooks.hook.spec import hook_spec
 from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
-from commhooks.lab.machine import describe_machine
 from commhooks.testing import close_ranks, run_ranks
 
 TORCH = ""
+DIFFERENCES = "differences in "
 SETTINGS = [
     (TORCH, TORCH),
     (TORCH, "int8"),
@@ -36,13 +36,16 @@ SETTINGS = [
     (TORCH, "fp8"),
     (TORCH, "int4"),
     (TORCH, "int4:rotate=true,block_size=32"),
+    (TORCH, DIFFERENCES + "int4"),
+    ("int8", DIFFERENCES + "int4"),
     ("int8", TORCH),
 ]
 """Numbers of the reduce-scatter and of the all-gather, as hooks on the command line."""
+KEYS = ("task", "seed", "reduce_scatter", "all_gather")
 
 
 def train(
-    rank: int, size: int, task: str, reduces: str, gathers: str, seed: int
+    rank: int, size: int, task: str, seed: int, reduces: str, gathers: str
 ) -> dict[str, float]:
     """Return the validation loss with rounded and with exact parameters, and what was sent."""
     chosen = ALL_TASKS[task]
@@ -50,17 +53,15 @@ def train(
     torch.manual_seed(seed)
     model: Any = data.model()
     mesh = init_device_mesh("cpu", (size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    quantized = [
-        quantize(model, hook_spec(numbers).config)
-        for quantize, numbers in (
-            (quantize_reduce_scatter, reduces),
-            (quantize_all_gather, gathers),
-        )
-        if numbers
-    ]
+    differs = gathers.startswith(DIFFERENCES)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False if differs else None)
+    quantized = []
+    if reduces:
+        quantized.append(quantize_reduce_scatter(model, hook_spec(reduces).config))
+    if gathers:
+        numbers = hook_spec(gathers.removeprefix(DIFFERENCES)).config
+        quantized.append(quantize_all_gather(model, numbers, differences=differs))
     fit(model, chosen.recipes[chosen.usual], chosen.steps, lambda s: data.batch(seed, s, rank))
     saved = sum(each.plain_bytes - each.wire_bytes for each in quantized)
     loss = _validate(model, data.validation(rank, size))
@@ -85,20 +86,13 @@ def main() -> None:
     parser.add_argument("--task", choices=ALL_TASKS, default="gpt")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    document = files.load(arguments.path, {"machine": describe_machine(), "runs": []})
-    runs = document["runs"]
-    for seed in range(arguments.seeds):
-        for reduces, gathers in SETTINGS:
-            run = {"task": arguments.task, "seed": seed}
-            run |= {"reduce_scatter": reduces, "all_gather": gathers}
-            if not any(run.items() <= found.items() for found in runs):
-                found = run_ranks(
-                    train, RANKS, arguments.task, reduces, gathers, seed, timeout=3600
-                )
-                runs.append(run | found[0])
-                files.save(arguments.path, document)
+    results = Results(arguments.path)
+    for seed, setting in itertools.product(range(arguments.seeds), SETTINGS):
+        run = dict(zip(KEYS, (arguments.task, seed, *setting), strict=True))
+        work = partial(run_ranks, train, RANKS, *run.values(), timeout=3600)
+        results.once(run, lambda work=work: work()[0])
     close_ranks()
-    print(table(_rows([run for run in runs if run["task"] == arguments.task])))
+    print(table(_rows([run for run in results.runs if run["task"] == arguments.task])))
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ learning rate of zero (see training.py), validate on thousands of examples, and 
 example twice, so that training does not end at a loss of zero.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -2,15 +2,12 @@
 with settings of their own.
 """
 
-from __future__ import annotations
-
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import commhooks
 from commhooks import CommHook, algorithms
+from commhooks.hook.spec import hook_spec
 
 RANKS = 4
 REFERENCE = "allreduce"
@@ -19,15 +16,14 @@ REFERENCE = "allreduce"
 
 @dataclass(frozen=True)
 class TrainedHook:
-    """A hook, the recipe that it is trained with, and the recipe of its reference.
+    """A hook as on the command line, its recipe, and the recipe of its reference.
 
     ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
     validation loss over plain averaging. ``warm_up_steps``: steps of plain averaging before the
     hook. ``name``: of a variant, shown instead of the hook's. ``ranks``: how many train together.
     """
 
-    hook: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    spec: str
     recipe: str | None = None
     reference_recipe: str | None = None
     tolerance: float = 0.02
@@ -36,17 +32,12 @@ class TrainedHook:
     ranks: int = RANKS
 
     @property
-    def title(self) -> str:
-        return self.name or self.hook
+    def hook(self) -> str:
+        return self.spec.partition(":")[0]
 
     @property
-    def spec(self) -> str:
-        """The hook and its options, as on the command line."""
-        options = ",".join(
-            f"{name}={value if isinstance(value, str) else json.dumps(value, separators=',:')}"
-            for name, value in self.options.items()
-        )
-        return f"{self.hook}:{options}" if options else self.hook
+    def title(self) -> str:
+        return self.name or self.hook
 
     @property
     def label(self) -> str:
@@ -65,20 +56,26 @@ class TrainedHook:
         return f" after {self.warm_up_steps} plain steps" if self.warm_up_steps else ""
 
     @property
-    def control(self) -> TrainedHook | None:
+    def control(self) -> "TrainedHook | None":
         """The same training on one rank alone, for DiLoCo.
 
         It has the options, the steps and the data per rank of the hook, and sends nothing. What
         several ranks gain over it is what the exchange is worth, because the outer optimizer
         changes the loss without one too. A node of all ranks is a control itself.
         """
-        if self.hook != "diloco" or self.options.get("ranks_per_node", 1) > 1:
+        if self.hook != "diloco" or self.create().to_config()["ranks_per_node"] > 1:
             return None
         return replace(self, ranks=1)
 
+    def key(self, usual: str) -> dict[str, Any]:
+        """Return what identifies its runs on a task with this usual recipe, besides the seed."""
+        config = self.create().to_config()
+        recipe = self.recipe or usual
+        return {"hook": self.hook, "config": config, "recipe": recipe, "ranks": self.ranks}
+
     def create(self) -> CommHook:
         """Create the hook."""
-        hook = commhooks.create(self.hook, **self.options)
+        hook = hook_spec(self.spec).create()
         if self.warm_up_steps:
             stages = [(0, REFERENCE), (self.warm_up_steps, hook)]
             return commhooks.create("schedule", stages=stages)
@@ -88,16 +85,21 @@ class TrainedHook:
 _ONE_BIT_OR_ONE_PERCENT = 0.05
 _SPECIAL = [
     # Hooks that need inner hooks, in their most common form.
-    TrainedHook("cast", {"inner": "allreduce"}),
-    TrainedHook("error_feedback", {"inner": "bf16"}),
-    TrainedHook("guard", {"inner": "int4", "max_error": 0.5}),
-    TrainedHook("hierarchical", {"inner": "int8", "ranks_per_node": 2}),
-    TrainedHook("route", {"rules": [["*bias", "allreduce"]], "default": "powersgd"}),
-    TrainedHook("schedule", {"stages": [[0, "allreduce"], [100, "int4"]]}),
-    TrainedHook("skip_nonfinite", {"inner": "bf16"}),
+    *map(
+        TrainedHook,
+        (
+            "cast:inner=allreduce",
+            "error_feedback:inner=bf16",
+            "guard:inner=int4,max_error=0.5",
+            "hierarchical:inner=int8,ranks_per_node=2",
+            'route:rules=[["*bias","allreduce"]],default=powersgd',
+            'schedule:stages=[[0,"allreduce"],[100,"int4"]]',
+            "skip_nonfinite:inner=bf16",
+        ),
+    ),
     # These replace the optimizer's momentum.
     *(
-        TrainedHook(hook, {}, recipe, "SGD with momentum", _ONE_BIT_OR_ONE_PERCENT)
+        TrainedHook(hook, recipe, "SGD with momentum", _ONE_BIT_OR_ONE_PERCENT)
         for hook, recipe in (
             ("dgc", "SGD without momentum"),
             ("demo", "SGD without momentum, 10 times the rate"),
@@ -120,46 +122,44 @@ def trained_hooks() -> list[TrainedHook]:
     return [special.get(name, TrainedHook(name)) for name in names]
 
 
-_CHUNKS: dict[str, Any] = {"chunk": 4096, "density": 1 / 64, "bits": 2, "warmup_steps": 0}
-_SPARSE = {
-    "name": "error_feedback",
-    "decay": 0.95,
-    "inner": {"name": "topk", **_CHUNKS, "error_feedback": False},
-}
-_E3M0 = {"name": "fp4", "format": "e3m0", "error_feedback": False}
-_DELAYED = {"fragments": 5, "delay": 5, "merge": 0.5, "outer_lr": 0.4}
-
-
-def _diloco(name: str, recipe: str | None = None, **options: Any) -> TrainedHook:
-    return TrainedHook("diloco", options, recipe, name=name)
-
+_E3M0 = '{"name":"fp4","format":"e3m0","error_feedback":false}'
+_CHUNKS = '"chunk":4096,"density":0.015625,"bits":2,"warmup_steps":0,"error_feedback":false'
+_SPARSE = f'{{"name":"error_feedback","decay":0.95,"inner":{{"name":"topk",{_CHUNKS}}}}}'
+_DELAYED = "fragments=5,delay=5,merge=0.5,outer_lr=0.4"
+_IN_CHUNKS = "topk:chunk=4096,density={},bits={},warmup_steps=0"
+_ONE_WORKER = f"ranks_per_node={RANKS}"
 
 _VARIANTS = [
     # The recipes of docs/hooks/diloco.md, all with the same period: 1,000 steps are 33 of 30 steps.
     # DiLoCo itself is the hook's default.
-    _diloco("INTELLECT-1", inner="int8"),
-    _diloco("Streaming DiLoCo", inner=_E3M0, **_DELAYED),
-    _diloco("Eager updates", inner="int4", eager=True, outer_lr=0.4),
-    _diloco("MuLoCo", "Muon", inner="int2"),
-    _diloco("SparseLoCo", outer_lr=1.0, outer_momentum=0.0, inner=_SPARSE),
-    _diloco("diloco with int4", inner="int4"),
-    _diloco("diloco with int4 and Muon", "Muon", outer_momentum=0.5, inner="int4"),
+    TrainedHook("diloco:inner=int8", name="INTELLECT-1"),
+    TrainedHook(f"diloco:inner={_E3M0},{_DELAYED}", name="Streaming DiLoCo"),
+    TrainedHook("diloco:inner=int4,eager=true,outer_lr=0.4", name="Eager updates"),
+    TrainedHook("diloco:inner=int2", "Muon", name="MuLoCo"),
+    TrainedHook(f"diloco:outer_lr=1.0,outer_momentum=0.0,inner={_SPARSE}", name="SparseLoCo"),
+    TrainedHook("diloco:inner=int4", name="diloco with int4"),
+    TrainedHook("diloco:outer_momentum=0.5,inner=int4", "Muon", name="diloco with int4 and Muon"),
     # A thirtieth of the bytes. Of the options tried on seed 3 the best, see docs/hooks/diloco.md.
-    _diloco("diloco with int4, period 4", period=4, outer_momentum=0.5, inner="int4"),
+    TrainedHook("diloco:period=4,outer_momentum=0.5,inner=int4", name="diloco with int4, period 4"),
     # One worker with the data of all ranks, whose gradients are averaged in every step: what the
     # outer optimizer alone does, without any byte saved (GPA, arXiv:2512.17131).
-    _diloco("one-worker DiLoCo", ranks_per_node=RANKS),
-    _diloco("one-worker DiLoCo, momentum 0.5", outer_momentum=0.5, ranks_per_node=RANKS),
-    _diloco("one-worker DiLoCo with Muon", "Muon", outer_momentum=0.5, ranks_per_node=RANKS),
-    TrainedHook(REFERENCE, recipe="Muon", name="plain averaging with Muon"),
+    TrainedHook(f"diloco:{_ONE_WORKER}", name="one-worker DiLoCo"),
+    *(
+        TrainedHook(f"diloco:outer_momentum=0.5,{_ONE_WORKER}", recipe, name=name)
+        for name, recipe in (
+            ("one-worker DiLoCo, momentum 0.5", None),
+            ("one-worker DiLoCo with Muon", "Muon"),
+        )
+    ),
+    TrainedHook(REFERENCE, "Muon", name="plain averaging with Muon"),
     # What a rank reaches that sends nothing and has no outer optimizer.
     TrainedHook(REFERENCE, name="one rank alone", ranks=1),
-    TrainedHook(REFERENCE, recipe="Muon", name="one rank alone with Muon", ranks=1),
-    TrainedHook("demo", {"sign": True, "decay": 0.95}, "SGD for signs", name="demo with signs"),
-    TrainedHook("topk", _CHUNKS, name="topk in chunks, 2 bits"),
+    TrainedHook(REFERENCE, "Muon", name="one rank alone with Muon", ranks=1),
+    TrainedHook("demo:sign=true,decay=0.95", "SGD for signs", name="demo with signs"),
+    TrainedHook(_IN_CHUNKS.format(1 / 64, 2), name="topk in chunks, 2 bits"),
     # About a thirtieth of the bytes, in every step.
-    TrainedHook("topk", {**_CHUNKS, "density": 3 / 64, "bits": 4}, name="topk in chunks, 4 bits"),
-    TrainedHook("powersgd", {"rank": 2}, name="powersgd, rank 2"),
+    TrainedHook(_IN_CHUNKS.format(3 / 64, 4), name="topk in chunks, 4 bits"),
+    TrainedHook("powersgd:rank=2", name="powersgd, rank 2"),
 ]
 
 

@@ -1,21 +1,20 @@
-"""One training on every rank, and all that a record lacks."""
-
-from __future__ import annotations
+"""One training on every rank, and all that a file of results lacks."""
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 import commhooks
-from bench.fidelity.runs import Record, Run
+from bench.fidelity.runs import Record
 from bench.fidelity.tasks import ALL_TASKS, Batch, Recipe
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
+from bench.files import Results
 from commhooks.testing import run_ranks
 
 _WARM_UP = 0.1  # of all steps
@@ -75,40 +74,20 @@ def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def run_missing(
-    task: str,
-    chosen: Sequence[TrainedHook],
-    seed: int,
-    record: Record,
-    path: Path,
-    *,
-    again: bool = False,
-) -> None:
-    """Train with the hooks, their references and controls where ``record`` has no such run.
-
-    Each run is saved when it ends.
-
-    ``again``: repeat the runs that it has, except those of references.
-    """
-    usual = ALL_TASKS[task].usual
-    recipes = dict.fromkeys(trained.reference_recipe or usual for trained in chosen)
-    references = (TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes)
+def run_missing(task: str, chosen: Sequence[TrainedHook], seed: int, results: Results) -> None:
+    """Train with the hooks, their references and controls where ``results`` has no such run."""
+    recipes = dict.fromkeys(trained.reference_recipe for trained in chosen)
+    references = (TrainedHook(REFERENCE, recipe) for recipe in recipes)
     controls = [trained.control for trained in chosen if trained.control is not None]
+    record = Record(results.document)
     for trained in (*references, *chosen, *controls):
-        config, recipe = trained.create().to_config(), trained.recipe or usual
-        runs = record.runs(task, trained.hook, config, recipe, trained.ranks)
-        known = {run.seed for run in runs}
-        if seed in known and not (again and trained.hook != REFERENCE):
-            continue
-        start = time.perf_counter()
-        results = run_ranks(train, trained.ranks, task, trained, seed, timeout=_TIMEOUT)
-        loss = statistics.mean(result.loss for result in results)
-        wire_bytes = statistics.mean(result.wire_bytes for result in results)
-        run = Run(task, trained.hook, config, recipe, seed, loss, wire_bytes, trained.ranks)
-        record.add(run)
-        record.save(path)
-        print(
-            f"{task} {trained.hook} ({recipe}) on {trained.ranks} ranks, seed {seed}: validation "
-            f"loss {loss:.4f} after {time.perf_counter() - start:.0f} s",
-            flush=True,
-        )
+        if all(run.seed != seed for run in record.runs(task, trained)):
+            run = {"task": task, "seed": seed, **trained.key(ALL_TASKS[task].usual)}
+            results.once(run, partial(_measure, task, trained, seed))
+
+
+def _measure(task: str, trained: TrainedHook, seed: int) -> dict[str, Any]:
+    """Return the means over ranks."""
+    found = run_ranks(train, trained.ranks, task, trained, seed, timeout=_TIMEOUT)
+    by_name = [asdict(result) for result in found]
+    return {name: statistics.mean(of[name] for of in by_name) for name in by_name[0]}

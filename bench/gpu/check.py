@@ -7,8 +7,6 @@ results so far, and a stage that fails leaves its log there. Exits with 1 if any
 the machine does not have is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

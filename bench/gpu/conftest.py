@@ -1,7 +1,5 @@
 """One rank on NCCL, in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

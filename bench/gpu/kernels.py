@@ -1,7 +1,5 @@
 """Compile all kernels for the device in parallel: ``python -m bench.gpu.kernels``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor

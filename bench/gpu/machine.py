@@ -1,7 +1,5 @@
 """The machine of a run, and whether a run is possible."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """What a run of ``make gpu-check`` found, and the figures that other pages quote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +28,18 @@ class Aim:
 
     def row(self, benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
         """Return a line of the table of aims; nothing if nothing was measured."""
-        found = {
-            case_of(row["name"]): self._figure(row["extra_info"])
-            for row in benchmarks
-            if row["name"].startswith(self.tests) and self.figure in row["extra_info"]
-        }
+        found: dict[str, float] = {}
+        for row in benchmarks:
+            figure = row["extra_info"].get(self.figure)
+            if row["name"].startswith(self.tests) and figure is not None:
+                found[case_of(row["name"])] = figure[self.part] if self.part else figure
         if not found:
             return None
-        missed = {case: figure for case, figure in found.items() if not self._is_met(figure)}
+        missed = {
+            case: figure
+            for case, figure in found.items()
+            if (figure < self.limit if self.is_least else figure > self.limit)
+        }
         ends = [f"{end:.3g}" for end in (min(found.values()), max(found.values()))]
         told = ", ".join(f"{case} {figure:.3g}" for case, figure in sorted(missed.items()))
         return {
@@ -46,13 +48,6 @@ class Aim:
             "measured": " to ".join(dict.fromkeys(ends)) + self.unit,
             "met": "yes" if not missed else f"no: {told}" if len(found) > 1 else "no",
         }
-
-    def _figure(self, info: Mapping[str, Any]) -> float:
-        figure = info[self.figure]
-        return float(figure[self.part] if self.part else figure)
-
-    def _is_met(self, figure: float) -> bool:
-        return figure >= self.limit if self.is_least else figure <= self.limit
 
 
 _COPY = "bandwidth, as a share of a plain copy"

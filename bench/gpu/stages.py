@@ -1,7 +1,5 @@
 """Commands that may hang: each has a time limit and does not affect the results of others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

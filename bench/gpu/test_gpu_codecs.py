@@ -1,7 +1,5 @@
 """Codecs and the selection of top-k on 256 MB: the benchmarks of CPUs, on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

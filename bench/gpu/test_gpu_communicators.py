@@ -1,7 +1,5 @@
 """What a communicator of NCCL costs, and the host time of a collective, on one rank."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Packing and unpacking of buckets against a plain copy of memory, and against torch's copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

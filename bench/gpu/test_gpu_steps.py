@@ -1,7 +1,5 @@
 """Whole steps, ours against torch's wrapper on one rank with NCCL, and the host time of hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -85,6 +85,11 @@ class Unit:
         factor: float | None = self._alive().gradient_divide_factor
         return factor
 
+    @property
+    def is_resharded_after_forward(self) -> bool:
+        """Whether backward gathers the parameters again. Known from the first forward on."""
+        return self._alive().post_forward_mesh_info is not None
+
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters by name, as they lie in ``flat``.
 

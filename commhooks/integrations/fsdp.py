@@ -18,6 +18,13 @@ The quantized all-gather of parameters, before forward and before backward::
 The shard does not change, so optimizers and checkpoints have the exact parameters. All ranks
 compute with the same rounded ones. A message depends only on the shard, even with stochastic
 rounding: until an optimizer steps, every gather returns the same bits.
+
+With differences, after a first gather that is exact::
+
+    message = encode(shard - last[rank])
+    last = last + [decode(message) for message in all_gather(message)]    # the same on all ranks
+
+Errors do not add up: each difference has what the ones before it have rounded.
 """
 
 import hashlib
@@ -100,6 +107,7 @@ def quantize_all_gather(
     /,
     *,
     exact_below: int = 4096,
+    differences: bool = False,
     **options: Any,
 ) -> "QuantizedCollective":
     """All-gather the parameters of a sharded model in few bits, from the next forward on.
@@ -116,15 +124,21 @@ def quantize_all_gather(
         model: The root module, after ``fully_shard``.
         numbers: How numbers are sent, as in :func:`quantize_reduce_scatter`.
         exact_below: Parameters with fewer numbers are sent exactly, as are those of one dimension.
+        differences: Send the differences from the parameters of the last gather, after a first
+            exact one (the weight differences of SDP4Bit, `2410.15526
+            <https://arxiv.org/abs/2410.15526>`__). Each rank keeps the last parameters, in the
+            dtype that is gathered: as much memory as the whole model. Expects
+            ``fully_shard(reshard_after_forward=False)``.
         **options: The options of that hook.
 
     Raises:
         CommHookError: As :func:`quantize_reduce_scatter`. Also in forward, and then it names the
-            parameters, if those of a unit have several dtypes or gather other data
-            (``fsdp_pre_all_gather``).
+            parameters, if those of a unit have several dtypes, gather other data
+            (``fsdp_pre_all_gather``), or are resharded after forward and send differences.
         CommHookMismatchError: The ranks gave different arguments; on every rank.
     """
-    return _quantize(model, _AllGather, numbers, options, exact_below=exact_below)
+    settings = {"exact_below": exact_below, "differences": differences}
+    return _quantize(model, _AllGather, numbers, options, **settings)
 
 
 class QuantizedCollective:
@@ -290,9 +304,17 @@ class _ReduceScatter(_Collective, ReduceScatter):
 class _AllGather(_Collective, AllGather):
     name = "all_gather"
 
-    def __init__(self, unit: Unit, index: int, format_: _Format, *, exact_below: int) -> None:
+    def __init__(
+        self, unit: Unit, index: int, format_: _Format, *, exact_below: int, differences: bool
+    ) -> None:
         super().__init__(unit, index, format_)
         self._exact_below = exact_below
+        self._differences = differences
+        self._last: Tensor | None = None  # (ranks, numbers): what they got of large parameters
+
+    def remove(self) -> None:
+        super().remove()
+        self._last = None
 
     def __call__(
         self,
@@ -309,13 +331,24 @@ class _AllGather(_Collective, AllGather):
             return self._gather(output_tensor, input_tensor, group, async_op)
         lengths = {name: length for name, (_, length) in parameters.items()}
         _check(input_tensor, lengths)
+        if self._differences and self._unit.is_resharded_after_forward:
+            raise CommHookError(
+                "differences need fully_shard(reshard_after_forward=False): each rank keeps the "
+                f"whole parameters anyway. Found {', '.join(lengths)}, resharded after forward"
+            )
         shards, wholes = _real(input_tensor), _real(output_tensor).view(size, -1)
         reals = [shards.numel() // input_tensor.numel() * length for length in lengths.values()]
         shard_of = dict(zip(lengths, torch.split(shards, reals), strict=True))
         whole_of = dict(zip(lengths, torch.split(wholes, reals, 1), strict=True))
         exact = [name for name in lengths if name not in coded]
 
+        if self._differences and self._last is None:
+            self._gather(output_tensor, input_tensor, group)
+            self._last = torch.cat([whole_of[name] for name in coded], 1)
+            return None
         numbers = torch.cat([shard_of[name] for name in coded]).float()
+        if self._last is not None:
+            numbers -= self._last[group.rank()]
         codes = self._format.encode(numbers, 1, seed="").view(-1)
         message = torch.cat([codes, *(shard_of[name].view(torch.uint8) for name in exact)])
         room = (size * message.numel(),)
@@ -324,6 +357,9 @@ class _AllGather(_Collective, AllGather):
         received = received.view(size, -1)
         decoded = numbers.new_empty((size, numbers.numel()))
         self._format.decode(received[:, : codes.numel()].contiguous(), decoded.view(-1))
+        if self._last is not None:
+            decoded += self._last
+            self._last = decoded.to(self._last.dtype)
         _write(decoded, [whole_of[name] for name in coded])
         _write(received[:, codes.numel() :], [whole_of[name].view(torch.uint8) for name in exact])
         return None

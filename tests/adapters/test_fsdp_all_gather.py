@@ -1,5 +1,7 @@
 """The all-gather of FSDP2 in few bits: which numbers models compute with, and what is sent."""
 
+import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +101,62 @@ def test_forward_and_backward_of_all_ranks_have_the_same_bits(
 ) -> None:
     """Also with stochastic rounding. Large matrices are rounded, all others exact."""
     run_ranks(compare_bits, size, options)
+
+
+def send_differences(rank: int, size: int, options: dict[str, Any]) -> None:
+    net = shard(mesh_of(1, size)["shard"], reshard_after_forward=False, **options)
+    quantized = quantize_all_gather(net, "int4", differences=True)
+    seen, sent, mean_errors = watch(net), [0], []
+    for _ in range(4):
+        step(net, rank)
+        sent.append(quantized.wire_bytes)
+    matrices = [f"{index}.0.weight" for index in (0, 2)]
+    for name, parameter in net.named_parameters():
+        exact = parameter.full_tensor()
+        for forward, backward in zip(seen[name][::2], seen[name][1::2], strict=True):
+            assert forward.equal(backward), name
+            assert same_on(size, forward), name
+            if name not in matrices:
+                assert forward.equal(exact.to(forward.dtype)), name
+    first, *others = [after - before for before, after in itertools.pairwise(sent)]
+    assert all(other == others[0] < first for other in others)
+
+    with torch.no_grad():  # far from the parameters of the last gather
+        for parameter in net.parameters():
+            parameter.mul_(-1)
+    exact = {name: net.get_parameter(name).full_tensor() for name in matrices}
+    for _ in range(3):
+        step(net, rank)
+        mean_errors.append(
+            statistics.fmean((seen[n][-1] - exact[n]).abs().mean().item() for n in matrices)
+        )
+    limit = 1e-4 if options else 0.0  # rounding of what is kept
+    for before, after in itertools.pairwise(mean_errors):
+        assert 0 < after < before / 5 + limit
+    quantized.remove()
+    so_far = quantized.wire_bytes
+    step(net, rank)
+    assert quantized.wire_bytes == so_far
+    assert seen[matrices[0]][-1].equal(exact[matrices[0]].to(seen[matrices[0]][-1].dtype))
+
+
+@pytest.mark.parametrize(("size", "options"), [(3, {}), (2, BFLOAT16)], ids=["f32", "bf16"])
+def test_differences_come_closer_with_each_gather(
+    run_ranks: Any, size: int, options: dict[str, Any]
+) -> None:
+    """What one gather rounds is in the next difference. All ranks have the same bits."""
+    run_ranks(send_differences, size, options)
+
+
+def refuse_differences(rank: int, size: int) -> None:
+    net = shard(mesh_of(1, size)["shard"])
+    quantize_all_gather(net, "int4", differences=True)
+    with pytest.raises(commhooks.CommHookError, match=r"Found 0\.0\.weight.*, resharded after"):
+        net(torch.ones(1, WIDTH))
+
+
+def test_differences_of_resharded_parameters_are_refused(run_ranks: Any) -> None:
+    run_ranks(refuse_differences, 2)
 
 
 def reshard_to_two(rank: int, size: int) -> None:

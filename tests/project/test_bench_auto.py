@@ -17,7 +17,7 @@ def test_a_point_is_measured_once_and_shown(
 ) -> None:
     path = tmp_path / "auto.json"
     bench.main([str(path), "--quick"])
-    assert "tiny-loopback-2: auto" in capsys.readouterr().out
+    assert "| int4 " in capsys.readouterr().out
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured again"))
     bench.main([str(path), "--quick"])
     settings = json.loads(path.read_text())["points"]["tiny-loopback-2"]["settings"]

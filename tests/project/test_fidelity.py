@@ -4,17 +4,20 @@ import email
 import functools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import files
 from bench.fidelity import training
 from bench.fidelity.runs import PACKAGED, Record, Run, figures, row_of, rows
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_on
 from bench.fidelity.training import TrainingResult, train
+from commhooks.hook.spec import hook_spec
+from commhooks.lab.machine import describe_machine
 from examples.gpt import GPTConfig
 from examples.stdlib_text import load_corpus
 
@@ -25,14 +28,11 @@ HOWTO = f"python -m bench.fidelity bench/results/{STORED.name} --publish"
 
 def test_the_package_says_what_was_measured() -> None:
     """At the present defaults: a hook whose defaults have changed must be run again, or go."""
-    assert json.loads(PACKAGED.read_text()) == figures(Record.load(STORED)), HOWTO
+    assert json.loads(PACKAGED.read_text()) == figures(Record(files.load(STORED))), HOWTO
 
 
 def record_of(*runs: Run) -> Record:
-    record = Record({"about": {}, "runs": []})
-    for run in runs:
-        record.add(run)
-    return record
+    return Record({"about": {}, "runs": list(map(asdict, runs))})
 
 
 def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Run:
@@ -64,13 +64,11 @@ def test_runs_with_other_options_do_not_count() -> None:
     assert figures(record_of(*plain, *other)) == {}
 
 
-def test_runs_from_before_an_option_existed_count(tmp_path: Path) -> None:
+def test_runs_from_before_an_option_existed_count() -> None:
     runs = [run_of(hook, task, 0, 1.0) for task in TASKS for hook in (REFERENCE, "int8")]
     for run in runs:
         run.config.pop("block_size", None)
-    path = tmp_path / "runs.json"
-    record_of(*runs).save(path)
-    assert figures(Record.load(path)).keys() == {"int8"}
+    assert figures(record_of(*runs)).keys() == {"int8"}
 
 
 def test_runs_with_other_options_are_kept_beside_each_other() -> None:
@@ -79,7 +77,7 @@ def test_runs_with_other_options_are_kept_beside_each_other() -> None:
     tried = [run_of("int8", "digits", 0, losses[size], block_size=size) for size in losses]
     record = record_of(plain, *tried)
     for size, loss in losses.items():
-        row = row_of(record, "digits", TrainedHook("int8", {"block_size": size}))
+        row = row_of(record, "digits", TrainedHook(f"int8:block_size={size}"))
         assert row is not None
         assert row.change == pytest.approx(loss - 1)
     assert row_of(record, "digits", TrainedHook("int8")) is None
@@ -101,7 +99,7 @@ def test_variants_are_no_figures_of_their_hook() -> None:
 
 def test_every_diloco_stands_beside_the_same_training_on_one_rank() -> None:
     with_control = {trained.title for trained in trained_on("gpt") if trained.control}
-    on_nodes = {t.title for t in trained_on("gpt") if "ranks_per_node" in t.options}
+    on_nodes = {t.title for t in trained_on("gpt") if "diloco:" in t.spec and "ranks_per" in t.spec}
     assert with_control == {t.title for t in trained_on("gpt") if t.hook == "diloco"} - on_nodes
     seeds = (0, 1)
     plain = [run_of(REFERENCE, "gpt", seed, 1.0 + seed) for seed in seeds]
@@ -122,7 +120,7 @@ def test_a_control_needs_the_seeds_of_its_hook() -> None:
 def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
     page = (ROOT / "docs" / "hooks" / "diloco.md").read_text()
     table = re.findall(r"^\| \[(.+?)\]\(.*?\) \| `(.*?)`", page, re.M)
-    variants = {trained.title: trained.options for trained in trained_on("gpt")}
+    variants = {trained.title: hook_spec(trained.spec).config for trained in trained_on("gpt")}
     assert len(table) == 6
     for name, options in table:
         written = eval(f"dict({options})", {"F": 5})
@@ -152,7 +150,7 @@ def train_briefly(rank: int, size: int) -> list[TrainingResult]:
     small = functools.partial(task.make_data, shape=shape, corpus=lambda: corpus)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_TASKS, "gpt", replace(task, steps=4, make_data=small))
-        delayed = TrainedHook("diloco", {"period": 2, "delay": 2, "inner": "int2"}, "Muon")
+        delayed = TrainedHook("diloco:period=2,delay=2,inner=int2", "Muon")
         return [train(rank, size, "gpt", hook, 0) for hook in (TrainedHook(REFERENCE), delayed)]
 
 
@@ -183,20 +181,23 @@ def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(training, "run_ranks", fake)
     chosen = [TrainedHook("int4"), TrainedHook("diloco", name="a variant")]
     with pytest.raises(KeyboardInterrupt):
-        training.run_missing("gpt", chosen, 0, Record.load(path), path)
-    training.run_missing("gpt", chosen, 0, Record.load(path), path)
-    training.run_missing("gpt", chosen, 0, Record.load(path), path)
+        training.run_missing("gpt", chosen, 0, files.Results(path))
+    training.run_missing("gpt", chosen, 0, files.Results(path))
+    training.run_missing("gpt", chosen, 0, files.Results(path))
     assert trained == [REFERENCE, "int4", "int4", "a variant", "a variant"]  # the last on one rank
 
 
-def test_a_record_is_continued(tmp_path: Path) -> None:
+def test_a_file_of_runs_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file names each machine that measured a run, once."""
     path = tmp_path / "runs.json"
-    record_of(run_of("bf16", "digits", 0, 1.0)).save(path)
-    record = Record.load(path)
-    record.add(run_of("bf16", "digits", 1, 2.0))
-    record.save(path)
-    config = TrainedHook("bf16").create().to_config()
-    losses = [
-        run.loss for run in Record.load(path).runs("digits", "bf16", config, TASKS["digits"].usual)
-    ]
-    assert losses == [1.0, 2.0]
+    for seed, cpu in enumerate(("Xeon", "EPYC", "EPYC")):
+        machine = describe_machine() | {"cpu": cpu}
+        monkeypatch.setattr(files, "describe_machine", lambda machine=machine: machine)
+        run = vars(run_of("bf16", "digits", seed, 1.0 + seed))
+        results = files.Results(path, ranks=4)
+        results.once({"seed": seed}, lambda run=run: run)
+        assert results.once({"seed": seed}, lambda: pytest.fail("measured again")) == run
+    record = Record(files.load(path))
+    assert [run.loss for run in record.runs("digits", TrainedHook("bf16"))] == [1.0, 2.0, 3.0]
+    assert record.about["cpu"] == "EPYC and Xeon"
+    assert record.about["ranks"] == 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib")  # extra `results`
-from bench import figures, plots, summary, tables
+from bench import figures, summary, tables
 from bench import results_page as page
 from bench.files import newest
 from bench.gpu import machine
@@ -104,14 +104,13 @@ def test_the_pareto_front_is_what_nothing_beats() -> None:
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
     """With text as text, on a transparent background."""
-    pytest.importorskip("matplotlib")
     cells = [
         {"hook": hook, "ranks": ranks, "bits_per_second": 1e9}
         | {"step_seconds": 0.3 * ranks, "predicted_seconds": 0.25 * ranks}
         for hook in ("bf16", "int8:block_size=64")
         for ranks in (2, 4)
     ]
-    figures.scaling(cells)(tmp_path / "plot.svg")
+    figures.scaling(cells, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
     assert ">int8<" in text
     assert color_of("int8:block_size=64") == color_of("int8")
@@ -134,22 +133,16 @@ def test_each_plot_names_what_it_shows() -> None:
 
 
 def test_names_cover_no_line_and_a_name_without_a_place_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    found: list[Any] = []
-
-    def fill(panels: Any) -> None:
-        (axes,) = panels
+    with figures.plot(tmp_path / "plot.svg", 3) as (axes,):
         axes.plot([0, 1], [0.5, 0.5])
         axes.set(xlim=(0, 1), ylim=(0, 1))
-        plots.label_points(axes, [("on the line", 0.5, 0.5, "red"), ("again", 0.5, 0.5, "red")])
+        figures.label_points(axes, [(name, 0.5, 0.5, "red") for name in ("on the line", "again")])
         line = axes.transData.transform((0.5, 0.5))[1]
-        found.extend(text.get_window_extent() for text in axes.texts)
+        found = [text.get_window_extent() for text in axes.texts]
         assert not any(box.y0 < line < box.y1 for box in found)
         assert not found[0].overlaps(found[1])
-        with pytest.raises(plots.NoPlaceError, match=r"the name 'x{999}' beside \(0.5, 0.5\)"):
-            plots.label_points(axes, [("x" * 999, 0.5, 0.5, "red")])
-
-    plots.plot(3, 1, 1, fill)(tmp_path / "plot.svg")
+        with pytest.raises(figures.NoPlaceError, match=r"name 'x{999}' beside \(0.5, 0.5\)"):
+            figures.label_points(axes, [("x" * 999, 0.5, 0.5, "red")])
     assert len(found) == 2
 
 

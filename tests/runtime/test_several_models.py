@@ -213,6 +213,7 @@ def connect_late(rank: int, size: int, hook: str, options: dict[str, Any]) -> li
 
 KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("int8", {}),
+    ("bf16", {"two_shot": True}),
     ("threshold", {"value": 1e-3}),
     ("topk", {}),
     ("shared_topk", {}),

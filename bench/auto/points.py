@@ -1,14 +1,13 @@
-"""The models, and the data that they train on. Nothing is downloaded.
+"""The points: models, the data that they train on, and links. Nothing is downloaded.
 
 Batches are small: on one core per rank, a step would otherwise be all computation.
 """
-
-from __future__ import annotations
 
 import functools
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +16,15 @@ from torch import Tensor, nn
 
 from bench import slow_link
 from bench.fidelity.tasks import Batch, Text
+from commhooks.cluster.links import ShapedLink, shaped_link
+from commhooks.costs.units import format_rate
 from commhooks.lab.networks import LSTMLanguageModel, ResNet50
 from examples.gpt import GPTConfig
 from examples.stdlib_text import load_corpus
 
+AUTO = "auto"
+REFERENCE = "int4"
+"""The uniform hook whose error is the limit."""
 _NO_RANK = 999
 """Whose data is for the first steps."""
 
@@ -93,3 +97,35 @@ MODELS = {
     "resnet": Model(ResNet50, _images, 0.002, 50),
     "tiny": _gpt(GPTConfig(layers=1, heads=2, width=32, block_size=16), 1),
 }
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model on some ranks, with a link each. ``bits_per_second``: 0 for loopback."""
+
+    model: str
+    bits_per_second: float
+    ranks: int = 2
+
+    @property
+    def name(self) -> str:
+        """For the command line: ``gpt-100mbit-2``."""
+        place = self.place.replace(" ", "").replace("/s", "").lower()
+        return f"{self.model}-{place}-{self.ranks}"
+
+    @property
+    def place(self) -> str:
+        """For tables."""
+        return format_rate(self.bits_per_second) if self.bits_per_second else "loopback"
+
+    def link(self) -> AbstractContextManager[ShapedLink | None]:
+        """Make the hosts."""
+        rate = self.bits_per_second
+        return shaped_link(self.ranks, rate) if rate else nullcontext()
+
+
+POINTS = (
+    *(Point(model, rate) for rate in (1e8, 1e9, 1e10) for model in ("gpt", "lstm", "resnet")),
+    Point("gpt", 1e8, 4),
+    Point("gpt", 1e9, 4),
+)
