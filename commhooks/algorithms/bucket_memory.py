@@ -1,15 +1,17 @@
 """State of hooks per bucket and per gradient element, and the parts of a bucket."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.errors import CommHookStateError
-from commhooks.hook.base import TensorState
+from commhooks.hook.base import CommHook, TensorState
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.state import StateField
+from commhooks.kernels import require
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -97,6 +99,41 @@ def adopt(state: TensorState, field: str, views: Iterable[tuple[str, Tensor]]) -
                 )
             view.copy_(entry[field])
         entry[field] = view
+
+
+class KeepsErrors(CommHook):
+    """Base of hooks that can keep what they do not send, and that need kernels on a GPU."""
+
+    # Without types, or they would be options of all hooks.
+    error_feedback = False
+    keeps = "error"
+    """The name, in the state, of what the hook keeps of each element."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._errors = BucketMemory(self.keeps)
+
+    @property
+    def tells_contribution(self) -> bool:
+        """Whether ``comm.contribution`` is set on request: not by hooks with error feedback.
+
+        A second error feedback around them would count the errors twice. Hooks whose errors would
+        grow do not set it either: see Note [Errors that do not grow] in quantized/base.py.
+        """
+        return not self.error_feedback
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raise CommHookError if a device of the parameters cannot run the kernels."""
+        super().prepare(parameters, group)
+        for device in {parameter.device for parameter in parameters.values()}:
+            require(device)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return (self._errors.field(gradient),) if self.error_feedback else ()
+
+    def _error(self, bucket: GradBucket) -> Tensor | None:
+        """Return what was not sent of a bucket, to be changed; None without error feedback."""
+        return self._errors.of(bucket, self.state) if self.error_feedback else None
 
 
 def part_length(numel: int, size: int) -> int:

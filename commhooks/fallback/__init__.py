@@ -8,6 +8,7 @@ kernels/codecs/*.h, under the same names.
 """
 
 import ctypes
+import struct
 import threading
 
 import torch
@@ -46,7 +47,6 @@ def all_finite(tensor: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
-_MOST_ARGUMENTS = 32
 _written = threading.local()
 
 
@@ -56,28 +56,23 @@ def write_arguments(arguments: tuple[Tensor | int | float | None, ...]) -> tuple
     They are valid until the next call in this thread. Raises ValueError unless there are tensors,
     contiguous and on one device.
     """
-    if len(arguments) > _MOST_ARGUMENTS:
-        raise ValueError(f"expected at most {_MOST_ARGUMENTS} arguments, found {len(arguments)}")
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not tensors:
         raise ValueError("expected tensors on a GPU, found none")
     device = tensors[0].device
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.device != device:
-            raise ValueError(
-                f"expected contiguous tensors on one device, found shape {list(tensor.shape)} with "
-                f"strides {list(tensor.stride())} on {tensor.device} and a tensor on {device}"
-            )
-    words = ctypes.c_uint64 * len(arguments)
-    _written.values = words(*map(_bits, arguments))
+    if not all(tensor.is_contiguous() and tensor.device == device for tensor in tensors):
+        found = [(tuple(t.shape), t.stride(), str(t.device)) for t in tensors]
+        raise ValueError(f"expected contiguous tensors on one device, found {found}")
+    words = b"".join(map(_word, arguments))
+    _written.values = ctypes.create_string_buffer(words)
     first = ctypes.addressof(_written.values)
-    _written.addresses = words(*range(first, first + 8 * len(arguments), 8))
+    addresses = range(first, first + len(words), 8)
+    _written.addresses = (ctypes.c_uint64 * len(addresses))(*addresses)
     return device.type, device.index or 0, ctypes.addressof(_written.addresses)
 
 
-def _bits(argument: Tensor | int | float | None) -> int:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
+def _word(argument: Tensor | int | float | None) -> bytes:
     if isinstance(argument, float):
-        return ctypes.c_uint64.from_buffer(ctypes.c_double(argument)).value
-    return 0 if argument is None else int(argument) % 2**64
+        return struct.pack("d", argument)
+    value = argument.data_ptr() if isinstance(argument, Tensor) else argument or 0
+    return struct.pack("Q", value % 2**64)

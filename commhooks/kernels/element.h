@@ -15,11 +15,8 @@ struct BFloat16 {
   unsigned short bits;
 };
 
-__device__ inline double widen(double value) {
-  return value;
-}
-
-__device__ inline float widen(float value) {
+template <typename T>
+__device__ inline T widen(T value) {
   return value;
 }
 
@@ -34,11 +31,8 @@ __device__ inline float widen(BFloat16 value) {
   return codecs::float_of((u32)value.bits << 16);
 }
 
-__device__ inline void narrow(double value, double* to) {
-  *to = value;
-}
-
-__device__ inline void narrow(float value, float* to) {
+template <typename T>
+__device__ inline void narrow(T value, T* to) {
   *to = value;
 }
 

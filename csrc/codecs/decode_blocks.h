@@ -191,28 +191,20 @@ COMMHOOKS_INLINE float find_shares(
   return mean_scale;
 }
 
-// Decodes a whole tile of a block, from number `at` on.
-template <typename Set, typename Codec>
+// Decodes `count` numbers of a block from number `at` on. If they are not a whole tile, they are
+// the last ones, and nothing is read after their codes.
+template <typename Set, bool is_whole, typename Codec>
 COMMHOOKS_INLINE Tile
-sum_tile(const Codec& codec, const std::vector<Share<Codec>>& shares, int64_t at) {
+sum_tile(const Codec& codec, const std::vector<Share<Codec>>& shares, int64_t at, int64_t count) {
   TileSum<Set, Codec> sum(codec);
   for (const Share<Codec>& share : shares) {
-    sum.add(share.codes + at * Codec::kBits / 8, share.weights_from(at));
-  }
-  return sum.total();
-}
-
-// The same at the end of a block: nothing is read after the codes of `count` numbers.
-template <typename Set, typename Codec>
-COMMHOOKS_INLINE Tile sum_part_of_tile(
-    const Codec& codec, const std::vector<Share<Codec>>& shares, int64_t at, int64_t count) {
-  TileSum<Set, Codec> sum(codec);
-  for (const Share<Codec>& share : shares) {
-    uint8_t whole[kTile] = {};
-    std::memcpy(
-        whole, share.codes + at * Codec::kBits / 8,
-        static_cast<size_t>((count * Codec::kBits + 7) / 8));
-    sum.add(whole, share.weights_from(at));
+    const uint8_t* codes = share.codes + at * Codec::kBits / 8;
+    uint8_t room[kTile] = {};
+    if constexpr (!is_whole) {
+      std::memcpy(room, codes, static_cast<size_t>((count * Codec::kBits + 7) / 8));
+      codes = room;
+    }
+    sum.add(codes, share.weights_from(at));
   }
   return sum.total();
 }
@@ -240,8 +232,8 @@ COMMHOOKS_INLINE void decode_blocks(
     for (int64_t i = 0; i < place.count; i += kTile) {
       const int64_t count = std::min(kTile, place.count - i);
       const bool is_whole = count == kTile;
-      Tile tile = is_whole ? sum_tile<Set>(codec, shares, i)
-                           : sum_part_of_tile<Set>(codec, shares, i, count);
+      Tile tile = is_whole ? sum_tile<Set, true>(codec, shares, i, count)
+                           : sum_tile<Set, false>(codec, shares, i, count);
       if constexpr (several == Several::kMajority) {
         // Two loops, as compilers generate a branch per element for one.
         for (float& number : tile.numbers) {

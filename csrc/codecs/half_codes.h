@@ -5,6 +5,8 @@
 #include "codecs/blocks.h"
 #include "kernels/codecs/small_float.h"
 
+#include <type_traits>
+
 #ifdef COMMHOOKS_X86
 #include <immintrin.h>
 #endif
@@ -30,37 +32,27 @@ COMMHOOKS_INLINE bool are_halves(codecs::E5M2 /*codec*/, const uint8_t* codes) {
 // The numbers of kFloats codes; one overload per instruction set. A half has as many exponent bits
 // as e5m2. It has one more than e4m3, so its number is 2^8 times smaller, also if it is subnormal.
 
-__attribute__((target("arch=x86-64-v3"))) inline __m128i upper_bytes(
-    Avx2 /*set*/, const uint8_t* codes) {
+template <typename Codec>
+__attribute__((target("arch=x86-64-v3"))) inline __m256 widened(
+    Avx2 /*set*/, Codec /*codec*/, const uint8_t* codes) {
   const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-  return _mm_unpacklo_epi8(_mm_setzero_si128(), eight);
-}
-
-__attribute__((target("arch=x86-64-v3"))) inline __m256 widened(
-    Avx2 set, codecs::E5M2 /*codec*/, const uint8_t* codes) {
-  return _mm256_cvtph_ps(upper_bytes(set, codes));
-}
-
-__attribute__((target("arch=x86-64-v3"))) inline __m256 widened(
-    Avx2 set, codecs::E4M3 /*codec*/, const uint8_t* codes) {
-  const __m128i signs_twice = _mm_srai_epi16(upper_bytes(set, codes), 1);
+  const __m128i upper_bytes = _mm_unpacklo_epi8(_mm_setzero_si128(), eight);
+  if constexpr (std::is_same_v<Codec, codecs::E5M2>) {
+    return _mm256_cvtph_ps(upper_bytes);
+  }
+  const __m128i signs_twice = _mm_srai_epi16(upper_bytes, 1);
   return _mm256_cvtph_ps(_mm_andnot_si128(_mm_set1_epi16(0x4000), signs_twice)) * 256.0f;
 }
 
-__attribute__((target("arch=x86-64-v4"))) inline __m256i upper_bytes(
-    Avx512 /*set*/, const uint8_t* codes) {
+template <typename Codec>
+__attribute__((target("arch=x86-64-v4"))) inline __m512 widened(
+    Avx512 /*set*/, Codec /*codec*/, const uint8_t* codes) {
   const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-  return _mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen), 8);
-}
-
-__attribute__((target("arch=x86-64-v4"))) inline __m512 widened(
-    Avx512 set, codecs::E5M2 /*codec*/, const uint8_t* codes) {
-  return _mm512_cvtph_ps(upper_bytes(set, codes));
-}
-
-__attribute__((target("arch=x86-64-v4"))) inline __m512 widened(
-    Avx512 set, codecs::E4M3 /*codec*/, const uint8_t* codes) {
-  const __m256i signs_twice = _mm256_srai_epi16(upper_bytes(set, codes), 1);
+  const __m256i upper_bytes = _mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen), 8);
+  if constexpr (std::is_same_v<Codec, codecs::E5M2>) {
+    return _mm512_cvtph_ps(upper_bytes);
+  }
+  const __m256i signs_twice = _mm256_srai_epi16(upper_bytes, 1);
   return _mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(0x4000), signs_twice)) * 256.0f;
 }
 #endif

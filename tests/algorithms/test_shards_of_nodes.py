@@ -1,9 +1,13 @@
 """Shards of a bucket: blocks of rows of each parameter."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from support.simulated_ranks import simulate
 from torch import Tensor
 
+import commhooks
 from commhooks.algorithms.averaging.hierarchical import BucketShards, shard_of
 from commhooks.algorithms.bucket_parameters import gradient_of, real_view
 from commhooks.testing.probe import probe_parameters
@@ -24,13 +28,13 @@ def make_bucket(names: list[str], dtype: torch.dtype = torch.float32) -> GradBuc
     return GradBucket(flat, tensors, names, index=3, step=5)
 
 
-def split(bucket: GradBucket, size: int, divisor: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def split(bucket: GradBucket, size: int) -> tuple[Tensor, Tensor]:
     """Return all shards, and what they are together."""
     shards = BucketShards(bucket, size)
     parts = bucket.buffer().new_full((size, shards.numel), 99.0)
-    shards.split(bucket.buffer(), parts, divisor)
+    shards.split(bucket.buffer(), parts)
     joined = torch.full_like(bucket.buffer(), 99.0)
-    shards.join(parts, joined)
+    shards.join(list(parts), joined)
     return parts, joined
 
 
@@ -82,10 +86,25 @@ def test_a_shard_does_not_depend_on_the_bucket() -> None:
         assert torch.equal(gradient[: len(whole) - rows], whole[rows:])
 
 
+@dataclass
+class Remember(commhooks.CommHook):
+    """Average between nodes, and remember the shard."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.shard = bucket.buffer().clone()
+        return bucket.buffer()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_divisor_that_is_nan_reaches_every_element(dtype: torch.dtype) -> None:
-    bucket = make_bucket(["scalar", "matrix", "one row"], dtype)
-    parts, joined = split(bucket, 3, torch.tensor(4.0))
-    assert torch.equal(joined, bucket.buffer() / 4)
-    parts, _ = split(bucket, 3, torch.tensor(torch.nan))
-    assert parts.isnan().all()
+def test_a_number_that_is_not_finite_reaches_every_element(dtype: torch.dtype) -> None:
+    hooks = [Remember() for _ in range(3)]
+    nodes = [commhooks.create("hierarchical", inner=hook, ranks_per_node=3) for hook in hooks]
+    buckets = [make_bucket(["scalar", "matrix", "one row"], dtype) for _ in range(3)]
+    expected = buckets[0].buffer().clone()
+    for found in simulate(nodes, buckets)[0]:
+        torch.testing.assert_close(found, expected)
+    assert all(hook.shard.isfinite().all() for hook in hooks)
+    buckets[1].buffer()[4] = torch.inf
+    for found in simulate(nodes, buckets)[0]:
+        assert found.isnan().all()
+    assert all(hook.shard.isnan().all() for hook in hooks)

@@ -4,10 +4,3 @@
 #include <c10/util/BFloat16.h>
 
 using __nv_bfloat16 = c10::BFloat16;
-
-inline float __bfloat162float(__nv_bfloat16 value) {
-  return value;
-}
-inline __nv_bfloat16 __float2bfloat16_rn(float value) {
-  return value;
-}

@@ -79,11 +79,11 @@ def errors_of(compressor: Compressor) -> list[Tensor | None]:
 
 
 def own_factors(half: HalfStep) -> tuple[Tensor, Tensor]:
-    return half.own_factor(Side.LEFT), half.own_factor(Side.RIGHT)
+    return half.factors[0], half.factors[1]
 
 
 def mean_factors(half: HalfStep) -> tuple[Tensor, Tensor]:
-    return half.mean_factor(Side.LEFT), half.mean_factor(Side.RIGHT)
+    return half.factors[2], half.factors[3]
 
 
 def check_products(bucket: Bucket, side: Side, *, has_exact: bool) -> None:

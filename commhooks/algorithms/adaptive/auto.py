@@ -38,7 +38,7 @@ from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.capabilities import KnowsModel, declares, native_of
+from commhooks.hook.capabilities import KnowsModel, native_of
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
@@ -132,11 +132,6 @@ class Auto(KnowsModel, CommHook):
         exact_names(self.exact, {}, self.roles)
 
     @property
-    def checks_finite(self) -> bool:
-        """Whether one of the hooks checks."""
-        return any(declares(hook, "checks_finite") for hook in self._hooks.values())
-
-    @property
     def times_launches(self) -> bool:
         """Whether steps are measured."""
         return not self._is_frozen
@@ -208,7 +203,7 @@ class Auto(KnowsModel, CommHook):
         """Return what the hooks of a fixed plan send; otherwise it depends on what is measured."""
         if self._measuring is not None:
             return None
-        return self._table.wire_bytes(list(self._hooks.values()), bucket, size)
+        return self._table.wire_bytes(bucket, size)
 
     def recover(self) -> None:
         super().recover()

@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.capabilities import KnowsModel, any_declares
-from commhooks.hook.derived_bucket import Progress, bucket_with
+from commhooks.hook.derived_bucket import Progress
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import AcrossRanks, StateField
@@ -245,10 +245,8 @@ class DiLoCo(KnowsModel, LocalSteps):
         pending = [self._pending.pop(name) for name in parameters]
         for exchange in dict.fromkeys(each.exchange for each in pending):
             await exchange
-        return [
-            each.result().to(parameter.device)
-            for each, parameter in zip(pending, parameters.values(), strict=True)
-        ]
+        own = zip(pending, parameters.values(), strict=True)
+        return [each.average.to(parameter.device) for each, parameter in own]
 
     async def _send(
         self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
@@ -262,8 +260,8 @@ class DiLoCo(KnowsModel, LocalSteps):
         if self.delay:
             self._begin(part, comm)
             return []
-        average = await self._average(part, comm)
-        return self._outer_step(due, bucket_with(part, average).gradients())
+        await self._average(part, comm)
+        return self._outer_step(due, part.gradients())
 
     async def _send_eagerly(
         self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
@@ -287,16 +285,21 @@ class DiLoCo(KnowsModel, LocalSteps):
         async def average(comm: Communicator) -> Tensor:
             return await self._average(part, comm)
 
-        self._pending |= pending_of(comm.begin(average), part)
+        exchange = comm.begin(average)
+        for name, view in zip(part.names, part.gradients(), strict=True):
+            self._pending[name] = Pending(exchange, view)
 
     async def _average(self, part: GradBucket, comm: Communicator) -> Tensor:
+        """Average the outer gradients of a part in its buffer, and return that."""
         if self._follows_commits:
             self._sent[part.key] = part.names, kept(self.inner, [*part.names, part.key])
-        own = part.buffer().clone()
+        buffer = part.buffer()
+        own = buffer.clone()
         average = await self.inner.reduce(part, comm.within(self.inner, key=part.key))
-        average = average.view(-1)
-        self.measure(comm.step, own.sub_(average))
-        return average
+        if average is not buffer:
+            buffer.copy_(average.view(-1))
+        self.measure(comm.step, own.sub_(buffer))
+        return buffer
 
     def _outer_step(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor]
@@ -397,7 +400,8 @@ class DiLoCo(KnowsModel, LocalSteps):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         for name, pending in self._pending.items():
-            state[name]["outer_gradient"] = pending.result().detach().clone()
+            pending.exchange.result()  # on CUDA the stream waits for it
+            state[name]["outer_gradient"] = pending.average.clone()
         for name in self._without_common_anchor():
             del state[name]
         return state
@@ -436,36 +440,17 @@ def restore(entries: Sequence[Kept]) -> None:
             hook.state[key] = entry
 
 
-@dataclass(frozen=True)
-class Pending:
-    """The part of one parameter in what an exchange returns for a bucket.
-
-    It does not refer to the bucket, because buckets may be rebuilt before the result is taken.
-    """
+class Pending(NamedTuple):
+    """The average of one parameter's outer gradient, which an exchange computes."""
 
     exchange: Exchange
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    average: Tensor
+    """A view of what the exchange returns."""
 
     @classmethod
-    def finished(cls, result: Tensor) -> "Pending":
-        """Return a finished one with this result: a saved one, or zeros at the start."""
-        return cls(Exchange.finished(result), tuple(result.shape), result.stride(), 0)
-
-    def result(self) -> Tensor:
-        """Return the result of a finished exchange, see :meth:`Exchange.result`."""
-        flat = self.exchange.result()
-        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
-
-
-def pending_of(exchange: Exchange, bucket: GradBucket) -> dict[str, Pending]:
-    """Return the parts of all parameters of a bucket, whose average the exchange returns."""
-    views: Sequence[Tensor] = bucket.gradients()
-    return {
-        name: Pending(exchange, tuple(view.shape), view.stride(), offset)
-        for name, view, offset in zip(bucket.names, views, bucket.offsets, strict=True)
-    }
+    def finished(cls, average: Tensor) -> "Pending":
+        """Return a finished one: a saved average, or zeros at the start."""
+        return cls(Exchange.finished(average), average)
 
 
 @dataclass

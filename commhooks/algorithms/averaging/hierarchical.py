@@ -50,10 +50,10 @@ buffer would need no zeros. But when buckets are rebuilt, each part would have o
 the state of a hook would be on the wrong rank; and low-rank hooks would find no matrices.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, cast
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.algorithms.bucket_parameters import gradient_of, parameters_of, real_view
+from commhooks.codecs.finite import select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.host_memory import host_of, share, share_bytes
 from commhooks.comm.nodes import check_nodes, ranks_of_node
@@ -201,16 +202,19 @@ class Hierarchical(CommHook):
     ) -> Tensor:
         buffer, shards = bucket.buffer(), self._shards_of(bucket)
         parts = buffer.new_empty((node.size, shards.numel))
-        shards.split(buffer, parts, self._divisor(bucket, node.size))
+        shards.split(buffer, parts)
+        if self.checks_finite:  # NaN tells the other shards
+            parts = select(bucket.all_finite(), parts, torch.nan)
         received = await node.all_to_all(parts, with_own=False)
         mean = parts[node.rank].to(at_least_float32(buffer.dtype))
         for distance in range(1, node.size):
             mean.add_(received[(node.rank + distance) % node.size])
-        mean = mean.to(buffer.dtype)
+        mean = mean.div_(node.size).to(buffer.dtype)
         del received
 
         average = await self._average_between(bucket, comm, node, mean)
-        shards.join(await node.all_gather(average.view(-1)), buffer)
+        gathered = await node.all_gather(average.view(-1))
+        shards.join(gathered.unbind(), buffer)
         return buffer
 
     async def _average_in_host_memory(
@@ -233,7 +237,7 @@ class Hierarchical(CommHook):
         shard.copy_(average.view(-1))
         parts = await share(shard, node, host)
         assert parts is not None
-        shards.collect(parts, buffer)
+        shards.join(parts, buffer)
         return buffer
 
     async def _average_between(
@@ -243,12 +247,6 @@ class Hierarchical(CommHook):
         peers = comm.among(range(node.rank, comm.size, node.size), parallel=node.size)
         own = self._shards_of(bucket).bucket(bucket, shard, node.rank)
         return await self.inner.reduce(own, peers.within(self.inner))
-
-    def _divisor(self, bucket: GradBucket, size: int) -> Tensor | float:
-        """Return ``size``, or NaN if other shards must learn that a number is not finite."""
-        if not self.checks_finite:
-            return size
-        return torch.where(bucket.all_finite(), float(size), torch.nan)
 
     async def _average_on_leaders(
         self, bucket: GradBucket, comm: Communicator, node: Communicator
@@ -307,73 +305,44 @@ class _Nodes:
         return self._group.size() // self._ranks_per_node
 
 
-class _Piece(NamedTuple):
-    """The position of a parameter in the buffer, and in each shard."""
-
-    begin: int
-    end: int
-    shard_begin: int
-    shard_end: int
-
-
 class BucketShards:
     """Cuts the gradients of a bucket into ``size`` equal shards: Note [Shards by rows]."""
 
     def __init__(self, bucket: GradBucket, size: int) -> None:
-        self._size = size
-        self._pieces: list[_Piece] = []
         self.numel = 0
         """The number of elements of a shard."""
+        self._size = size
+        self._rows: list[list[tuple[slice, slice]]] = [[] for _ in range(size)]
+        """For each rank, where the rows of each parameter are in its shard and in the gradients."""
+        self._zeros: list[list[slice]] = [[] for _ in range(size)]
+        """Where zeros follow them in its shard."""
         for begin, gradient in zip(bucket.offsets, bucket.gradients(), strict=True):
-            shard = shard_of(gradient, gradient, 0, size).numel()
-            own = self.numel, self.numel + shard
-            self._pieces.append(_Piece(begin, begin + gradient.numel(), *own))
-            self.numel += shard
+            length = shard_of(gradient, gradient, 0, size).numel()
+            place, self.numel = self.numel, self.numel + length
+            for rank in range(size):
+                rows = min(max(gradient.numel() - rank * length, 0), length)
+                start = begin + rank * length
+                self._rows[rank].append((slice(place, place + rows), slice(start, start + rows)))
+                if rows < length:
+                    self._zeros[rank].append(slice(place + rows, self.numel))
 
-    def split(self, flat: Tensor, shards: Tensor, divisor: Tensor | float) -> None:
-        """Write the gradients ``flat``, divided by ``divisor``, to ``shards``: (size, numel)."""
-        padding = flat.new_zeros(()).div_(divisor)  # NaN if the divisor is
-        for piece in self._pieces:
-            columns = shards[:, piece.shard_begin : piece.shard_end]
-            whole, rest = self._rows(flat, piece)
-            torch.div(whole, divisor, out=columns[: len(whole)])
-            if len(whole) < self._size:
-                columns[len(whole) :].copy_(padding)
-                torch.div(rest, divisor, out=columns[len(whole), : rest.numel()])
+    def split(self, flat: Tensor, shards: Tensor) -> None:
+        """Copy the gradients ``flat`` to ``shards``: (size, numel)."""
+        for rank, shard in enumerate(shards):
+            torch._foreach_copy_(*self._views(rank, shard, flat))
+            self._fill(rank, shard)
 
-    def join(self, shards: Tensor, flat: Tensor) -> None:
-        """Copy ``shards``, (size, numel), back to the gradients ``flat``."""
-        for piece in self._pieces:
-            columns = shards[:, piece.shard_begin : piece.shard_end]
-            whole, rest = self._rows(flat, piece)
-            whole.copy_(columns[: len(whole)])
-            if rest.numel() > 0:
-                rest.copy_(columns[len(whole), : rest.numel()])
+    def join(self, shards: Sequence[Tensor], flat: Tensor) -> None:
+        """Copy the shards of all ranks back to the gradients ``flat``."""
+        for rank, shard in enumerate(shards):
+            places, rows = self._views(rank, shard, flat)
+            torch._foreach_copy_(rows, places)
 
     def mean(self, flats: Sequence[Tensor], rank: int, shard: Tensor) -> None:
         """Write the mean of ``rank``'s rows of ``flats`` to its shard."""
-        for rows, own, padding in self._rows_of(rank):
-            HostGroup.mean_of([flat[rows] for flat in flats], shard[own])
-            shard[padding].zero_()
-
-    def collect(self, shards: Sequence[Tensor], flat: Tensor) -> None:
-        """Copy the shards of all ranks back to the gradients ``flat``."""
-        for rank, shard in enumerate(shards):
-            for rows, own, _ in self._rows_of(rank):
-                flat[rows].copy_(shard[own])
-
-    def _rows_of(self, rank: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield where the rows of ``rank`` are in the gradients and in its shard, and its zeros."""
-        for piece in self._pieces:
-            length = piece.shard_end - piece.shard_begin
-            begin = min(piece.begin + rank * length, piece.end)
-            end = min(begin + length, piece.end)
-            filled = piece.shard_begin + end - begin
-            yield (
-                slice(begin, end),
-                slice(piece.shard_begin, filled),
-                slice(filled, piece.shard_end),
-            )
+        for place, rows in self._rows[rank]:
+            HostGroup.mean_of([flat[rows] for flat in flats], shard[place])
+        self._fill(rank, shard)
 
     def bucket(self, whole: GradBucket, shard: Tensor, rank: int) -> GradBucket:
         """Return a bucket of the parameters' shards of ``rank``, whose gradients are ``shard``."""
@@ -381,14 +350,13 @@ class BucketShards:
         parameters = [shard_of(p.detach(), gradient, rank, self._size) for p, gradient in gradients]
         return bucket_with(whole, shard, parameters=parameters)
 
-    def _rows(self, flat: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return the rows of complete shards, (shards, length), and the rest."""
-        length = piece.shard_end - piece.shard_begin
-        if length == 0:
-            return flat.new_empty((self._size, 0)), flat.new_empty(0)
-        complete = (piece.end - piece.begin) // length
-        middle = piece.begin + complete * length
-        return flat[piece.begin : middle].view(complete, length), flat[middle : piece.end]
+    def _views(self, rank: int, shard: Tensor, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        rows = self._rows[rank]
+        return [shard[place] for place, _ in rows], [flat[place] for _, place in rows]
+
+    def _fill(self, rank: int, shard: Tensor) -> None:
+        for place in self._zeros[rank]:
+            shard[place].zero_()
 
 
 def shard_of(parameter: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:

@@ -50,19 +50,18 @@ class HalfStep(NamedTuple):
     mean: Tensor  # over all ranks
     all_finite: Tensor  # () bool: whether everything received so far is; the same on all ranks
 
-    def own_factor(self, side: Side) -> Tensor:
-        """Return P or Q of what this rank sent."""
-        return self.own if side is self.side else self.basis
+    @property
+    def factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """P and Q of what this rank sent, then those of the mean."""
+        if self.side is Side.LEFT:
+            return self.own, self.basis, self.mean, self.basis
+        return self.basis, self.own, self.basis, self.mean
 
-    def mean_factor(self, side: Side) -> Tensor:
-        """Return P or Q of the mean over ranks."""
-        return self.mean if side is self.side else self.basis
 
-
-def factors_of(halves: Sequence[HalfStep]) -> list[list[Tensor]]:
-    """Return P and Q of what this rank sent, then those of the means, of each half step."""
-    own = [[half.own_factor(side) for half in halves] for side in Side]
-    return own + [[half.mean_factor(side) for half in halves] for side in Side]
+def factors_of(halves: Sequence[HalfStep]) -> list[tuple[Side, Sequence[Tensor]]]:
+    """Return the side of each of the :attr:`~HalfStep.factors`, and those of all half steps."""
+    of_halves = zip(*(half.factors for half in halves), strict=True)
+    return list(zip((*Side, *Side), of_halves, strict=True))
 
 
 class Compressor:
@@ -139,9 +138,10 @@ class Compressor:
 
     def deflate(self, side: Side, own: Tensor, basis: Tensor, sent: HalfStep) -> None:
         """Subtract from ``own`` what :meth:`project` makes of the product that was sent."""
+        own_P, own_Q, *_ = sent.factors
         factors = zip(
-            self.plan.factors(Side.LEFT, sent.own_factor(Side.LEFT)),
-            self.plan.factors(Side.RIGHT, sent.own_factor(Side.RIGHT)),
+            self.plan.factors(Side.LEFT, own_P),
+            self.plan.factors(Side.RIGHT, own_Q),
             self.plan.factors(side.other, basis),
             self.plan.factors(side, own),
             strict=True,
@@ -182,10 +182,7 @@ class Compressor:
         matrices = zip(
             self._errors,
             self.plan.gradients(buffer),
-            *(
-                self._side_by_side(side, factors)
-                for side, factors in zip((*Side, *Side), factors_of(sent), strict=True)
-            ),
+            *(self._side_by_side(side, factors) for side, factors in factors_of(sent)),
             strict=True,
         )
         for E, G, P, Q, mean_P, mean_Q in matrices:

@@ -188,10 +188,7 @@ class KernelCompressor(Compressor):
     def apply(
         self, sent: Sequence[HalfStep], first: HalfStep, buffer: Tensor, all_finite: Tensor
     ) -> None:
-        factors = (
-            self._concatenate(side, of_side)
-            for side, of_side in zip((*Side, *Side), factors_of(sent), strict=True)
-        )
+        factors = (self._concatenate(side, of_side) for side, of_side in factors_of(sent))
         step = (all_finite, self._table, self._all, self.error, buffer, len(sent))
         arguments = (*step, *self.plan.factor_elements, *factors, first.mean, first.side)
         kernel = kernel_name("apply", self._type, self._element)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 from torch import Tensor
 
@@ -135,8 +135,7 @@ class MatrixPlan:
 
     def exact_parts(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return the ranges of the flat ``buffer`` that are sent uncompressed."""
-        *sizes, end = self._alternating_sizes
-        return buffer.split_with_sizes([*sizes, buffer.numel() - end])[1::2]
+        return buffer.tensor_split(self._exact_ends)[1::2]
 
     def exact_parts_behind(self, side: Side, flat: Tensor) -> list[Tensor]:
         """Return the same ranges where they follow the factors of one side."""
@@ -167,21 +166,15 @@ class MatrixPlan:
         return [stop - start for start, stop in self.exact]
 
     @cached_property
-    def _alternating_sizes(self) -> list[int]:
-        """The sizes of the gap before each exact range and of the range; the end of the last."""
-        ends = [0, *chain.from_iterable(self.exact)]
-        return [*(end - start for start, end in pairwise(ends)), ends[-1]]
+    def _exact_ends(self) -> list[int]:
+        return list(chain.from_iterable(self.exact))
 
 
-def _consecutive(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+def _consecutive(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return views of these shapes, one behind the other, of the beginning of a flat tensor."""
-    views: list[Tensor] = []
-    start = 0
-    for shape in shapes:
-        stop = start + math.prod(shape)
-        views.append(flat[start:stop].view(tuple(shape)))
-        start = stop
-    return views
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = flat[: sum(sizes)].split_with_sizes(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _append(batches: list[list[tuple[str, int]]], name: str, offset: int) -> None:

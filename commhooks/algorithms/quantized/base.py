@@ -56,11 +56,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import (
-    BucketMemory,
+    KeepsErrors,
     PerBucketCache,
     part_length,
     part_of,
@@ -69,15 +68,14 @@ from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.finite import copy_if
 from commhooks.codecs.formats import Format
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook, TensorState
+from commhooks.hook.base import TensorState
 from commhooks.hook.state import StateField
-from commhooks.kernels import require
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 
 @dataclass
-class Quantized(CommHook):
+class Quantized(KeepsErrors):
     """Average quantized gradients. A subclass chooses the format and whether errors are fed back.
 
     Averages are summed in float32. Errors are kept in float32, or in float64 for float64 gradients.
@@ -90,9 +88,7 @@ class Quantized(CommHook):
     seed: int = field(default=0, kw_only=True)
     """The seed of random numbers, which also depend on the rank, the step and the bucket."""
 
-    # Without types, or they would be options of all hooks.
-    error_feedback = False
-    rotate = False
+    rotate = False  # without a type, or it would be an option of all hooks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +96,6 @@ class Quantized(CommHook):
         self._average_codec = BlockCodec(
             self.average_format(), self.block_size, rotated=self.rotate
         )
-        self._own_errors = BucketMemory("error")
         self._average_errors: PerBucketCache[tuple[slice, Tensor]] = PerBucketCache()
 
     def number_format(self) -> Format:
@@ -115,21 +110,6 @@ class Quantized(CommHook):
         """Return the codec of each rank's own numbers."""
         return BlockCodec(self.number_format(), self.block_size, rotated=self.rotate)
 
-    @property
-    def tells_contribution(self) -> bool:
-        """Whether ``comm.contribution`` is set on request: not by hooks with error feedback.
-
-        A second error feedback around them would count the errors twice. Hooks whose errors would
-        grow do not set it either: see Note [Errors that do not grow].
-        """
-        return not self.error_feedback
-
-    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raise CommHookError if a device of the parameters cannot run the kernels."""
-        super().prepare(parameters, group)
-        for device in {parameter.device for parameter in parameters.values()}:
-            require(device)
-
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         if not self.error_feedback:
             return ()
@@ -138,7 +118,7 @@ class Quantized(CommHook):
             return _misfit(entry, gradient.numel())
 
         return (
-            self._own_errors.field(gradient),
+            *super().state_fields(gradient),
             StateField("average_error", "own", (None,), torch.float32, is_optional=True),
             StateField("average_start", "own", (), torch.int64, is_optional=True, check=misfit),
         )
@@ -168,9 +148,8 @@ class Quantized(CommHook):
         if values.numel() == 0:
             return buffer
         part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
-        own_error = average_error = None
-        if self.error_feedback:
-            own_error = self._own_errors.of(bucket, self.state)
+        own_error, average_error = self._error(bucket), None
+        if own_error is not None:
             average_error = self._average_error(bucket, comm.size, part, own_error)
         keep_residual = self.error_feedback or tells_contribution
         seed = f"{self.seed}:{bucket.key}:{comm.step}:{comm.rank}"

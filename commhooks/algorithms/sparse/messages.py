@@ -75,10 +75,6 @@ class SparseVector:
         scatter_add(self.values.to(dtype), self.indices, out)
         return out
 
-    def subtract_from(self, vector: Tensor) -> None:
-        """Compute ``vector -= self``. Exact if ``vector`` holds the unrounded values."""
-        scatter_add(-self.values.to(vector.dtype), self.indices, vector)
-
 
 @dataclass(frozen=True)
 class GatheredVectors:
@@ -208,7 +204,7 @@ def _one_by_one(own: SparseVector, vectors: Sequence[SparseVector]) -> GatheredV
         if is_known_false(all_finite):
             return buffer.fill_(torch.nan)
         if error is not None:
-            own.subtract_from(total)
+            scatter_add(-own.values.to(total.dtype), own.indices, total)
             error.copy_(total)
         mean = to_memory_dtype(buffer.zero_())
         for vector in vectors:

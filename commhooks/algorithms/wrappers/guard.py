@@ -22,7 +22,7 @@ from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KnowsModel, declares
+from commhooks.hook.capabilities import KnowsModel
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
@@ -85,11 +85,6 @@ class Guard(KnowsModel, CommHook):
         self._last_error = 0.0
         self._fallbacks = 0
         self._notes: list[tuple[int, str]] = []
-
-    @property
-    def checks_finite(self) -> bool:
-        """Whether one of the hooks checks."""
-        return declares(self.inner, "checks_finite") or declares(self.fallback, "checks_finite")
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)

@@ -99,14 +99,13 @@ class Route(KnowsModel, CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._routing = Routing({})  # the position of each parameter's hook in _hooks
+        self._routing = Routing(self._hooks, {})
         self._matchers()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Find the hook of each parameter, and prepare each hook for its parameters."""
-        self._routing = Routing(
-            choose(self._matchers(), parameters, has_default=self.default is not None)
-        )
+        table = choose(self._matchers(), parameters, has_default=self.default is not None)
+        self._routing = Routing(self._hooks, table)
         super().prepare(parameters, group)
 
     def nested_parameters(
@@ -125,23 +124,12 @@ class Route(KnowsModel, CommHook):
         return None if i is None else (i, bucket_key_of(self._hooks[i], parameter))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        buffer = bucket.buffer()
-        contribution = None
-        if comm.wants_contribution:
-            contribution = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
         if bucket.index() == 0:
             self._routing.begin_step()
-        for i, part in self._routing.parts(bucket):
-            hook, own = self._hooks[i], self._routing.next_bucket(i, part)
-            nested = comm.within(hook, key=own.key, wants_contribution=comm.wants_contribution)
-            part.store(await hook.reduce(own, nested), buffer)
-            if contribution is not None and nested.contribution is not None:
-                part.store(nested.contribution, contribution)
-        comm.contribution = contribution
-        return buffer
+        return await self._routing.reduce(bucket, comm)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        return self._routing.wire_bytes(self._hooks, bucket, size)
+        return self._routing.wire_bytes(bucket, size)
 
     @cached_property
     def _hooks(self) -> list[CommHook]:
@@ -160,7 +148,8 @@ class Routing:
     The table may change between two steps.
     """
 
-    def __init__(self, table: Mapping[str, int]) -> None:
+    def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
+        self._hooks = hooks
         self.table = dict(table)
         """The position of each parameter's hook, by name."""
         self._progress: dict[int, Progress] = {}
@@ -179,10 +168,34 @@ class Routing:
         ordered = sorted(members.items(), key=operator.itemgetter(0))
         return [(i, BucketPart(bucket, positions)) for i, positions in ordered]
 
-    def wire_bytes(self, hooks: Sequence[CommHook], bucket: GradBucket, size: int) -> int | None:
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Let each hook average its parameters of a bucket."""
+        average, parts, contribution = bucket.buffer(), self.parts(bucket), None
+        if comm.wants_contribution:
+            contribution = torch.zeros_like(average, dtype=at_least_float32(average.dtype))
+        for i, part in parts:
+            own = self.next_bucket(i, part)
+            nested = comm.within(
+                self._hooks[i], key=own.key, wants_contribution=comm.wants_contribution
+            )
+            found = await self.run(i, own, nested)
+            if contribution is not None and nested.contribution is not None:
+                part.store(nested.contribution, contribution)
+            if len(parts) == 1:
+                average = found
+            else:
+                part.store(found, average)
+        comm.contribution = contribution
+        return average
+
+    async def run(self, i: int, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Return the average of hook ``i``."""
+        return await self._hooks[i].reduce(bucket, comm)
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         """Return what the hooks send for a bucket, None if one of them has no formula."""
         costs = [
-            hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
+            self._hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
             for i, part in self.parts(bucket)
         ]
         return None if None in costs else sum(cast("list[int]", costs))

@@ -50,8 +50,7 @@ class HookTable(Routing):
     """
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
-        super().__init__(table)
-        self._hooks = hooks
+        super().__init__(hooks, table)
         self._moving: dict[str, list[int]] = {}
         """The hooks that still have state of a parameter which is another one's now."""
         self._sent: list[tuple[HostCopy, list[dict[str, Tensor]]]] = []
@@ -102,17 +101,6 @@ class HookTable(Routing):
         found = [residual_of(self._hooks[i], parameter, gradient, size, where) for i in positions]
         known = [residual for residual in found if residual is not None]
         return sum(known[1:], known[0]) if known else None
-
-    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Let each hook average its parameters of a bucket."""
-        average, parts = bucket.buffer(), self.parts(bucket)
-        for i, part in parts:
-            own = self.next_bucket(i, part)
-            found = await self.run(i, own, comm.within(self._hooks[i], key=own.key))
-            if len(parts) == 1:
-                return found
-            part.store(found, average)
-        return average
 
     async def run(self, i: int, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of hook ``i``, to which some of the parameters may move."""

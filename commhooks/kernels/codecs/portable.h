@@ -18,23 +18,11 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 COMMHOOKS_HD u32 bits_of(float value) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(value);
-#else
-  u32 bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
+  return __builtin_bit_cast(u32, value);
 }
 
 COMMHOOKS_HD float float_of(u32 bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
+  return __builtin_bit_cast(float, bits);
 }
 
 // Returns the bits of |value|. They are ordered as the numbers, with infinity and then NaN last.

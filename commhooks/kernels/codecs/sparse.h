@@ -8,13 +8,7 @@ namespace commhooks::codecs {
 
 // Returns the bits of |value|. They are ordered as the numbers, with infinity and then NaN last.
 COMMHOOKS_HD u64 magnitude_bits(double value) {
-#ifdef __CUDA_ARCH__
-  const u64 bits = __double_as_longlong(value);
-#else
-  u64 bits;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-#endif
-  return bits & 0x7fffffffffffffffull;
+  return __builtin_bit_cast(u64, value) & 0x7fffffffffffffffull;
 }
 
 // The code of ascending indices; see Note [Index code] in commhooks/codecs/index_code.py.

@@ -32,14 +32,6 @@ __device__ int find_piece(const uint32_t* first_tile, int count, uint32_t tile) 
   return low;
 }
 
-// Called by all threads that found a number that is not finite; all write the same. `finite` may be
-// null.
-__device__ void report(bool is_finite, bool* finite) {
-  if (!is_finite && finite != nullptr) {
-    *finite = false;
-  }
-}
-
 // See Note [Tiles]. Arguments of a kernel may take 4 KiB, or 32764 bytes since CUDA 12.1. They are
 // copied with every launch, so a short list has a small table.
 template <int capacity_>
@@ -143,7 +135,9 @@ __global__ void __launch_bounds__(kThreads)
     zero_tile(destination, numel);
   } else {
     const From* source = static_cast<const From*>(table.source[i]) + start;
-    report(convert_tile(source, destination, numel, scale), finite);
+    if (!convert_tile(source, destination, numel, scale) && finite != nullptr) {
+      *finite = false;  // all threads that come here write the same
+    }
   }
 }
 
