@@ -109,7 +109,7 @@ def short(hook: str) -> str:
     return f"{name}, {rank[0].replace('=', ' ')}" if rank else name
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other point beats in both coordinates, by the first one."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(points):

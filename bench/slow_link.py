@@ -12,7 +12,6 @@ The model is the demo's GPT, enlarged. It and its training are also for
 """
 
 import argparse
-import functools
 import itertools
 import math
 import os
@@ -91,36 +90,27 @@ class Course:
         """Return the mean time of a step."""
         return f"{self.points[-1].seconds / self.points[-1].step:.2g} s"
 
-    def first_at(self, loss: float) -> TrainingPoint | None:
-        """Return the first point with at most this validation loss, or None."""
-        return next((point for point in self.points if point.validation_loss <= loss), None)
 
-
-@dataclass(frozen=True)
 class Race:
-    """The trainings over one link, by hook. ``about``: the model, the link and the machine."""
+    """The trainings over one link, from a JSON document.
 
-    about: Mapping[str, Any]
-    courses: Mapping[str, Course]
+    ``about``: the model, the link and the machine. ``courses``: by hook. ``goal``: the point where
+    plain averaging has its lowest loss. ``arrivals``: the points at which hooks reach that loss,
+    the earliest first.
+    """
 
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> "Race":
-        """Read a JSON document."""
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.about: Mapping[str, Any] = document["about"]
         courses = (from_json(Course, entry) for entry in document["courses"])
-        return cls(document["about"], {course.hook: course for course in courses})
-
-    @property
-    def goal(self) -> TrainingPoint:
-        """Return the point where plain averaging has its lowest loss."""
-        return self.courses[PLAIN].lowest
-
-    @functools.cached_property
-    def arrivals(self) -> dict[str, TrainingPoint]:
-        """The points at which hooks reach that loss, the earliest first."""
-        loss = self.goal.validation_loss
-        points = {hook: course.first_at(loss) for hook, course in self.courses.items()}
-        arrived = {hook: point for hook, point in points.items() if point is not None}
-        return dict(sorted(arrived.items(), key=lambda item: item[1].seconds))
+        self.courses = {course.hook: course for course in courses}
+        self.goal = self.courses[PLAIN].lowest
+        arrivals = []
+        for hook, course in self.courses.items():
+            for point in course.points:
+                if point.validation_loss <= self.goal.validation_loss:
+                    arrivals.append((hook, point))
+                    break
+        self.arrivals = dict(sorted(arrivals, key=lambda item: item[1].seconds))
 
     def speed_up(self, hook: str, other: str) -> float:
         """Return the time of another hook to that loss, divided by that of ``hook``."""
