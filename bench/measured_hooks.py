@@ -51,9 +51,9 @@ _BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
 MEASURED_HOOKS = {hook: error for error, hooks in _BY_LARGEST_ERROR.items() for hook in hooks}
 """The hooks at their defaults, except those that start later; wrappers around a common hook.
 
-By the largest error of the first step against the mean. None: the result is this rank's gradients,
-for hooks that average parameters or nothing. Of torch's hooks one runs over Gloo on CPUs with
-several buckets: see bench/torch_hooks.py.
+The values are the largest errors of the first step against the mean. None: the result is this
+rank's gradients, for hooks that average parameters or nothing. Of torch's hooks one runs over Gloo
+on CPUs with several buckets: see bench/torch_hooks.py.
 """
 
 

@@ -28,10 +28,6 @@ DOCS = ROOT / "docs"
 Document = dict[str, Any]
 
 
-class UnknownResultError(ValueError):
-    """A file of results is of none of the known kinds."""
-
-
 # --------------------------------------------------------------------------- kinds of results
 
 
@@ -168,7 +164,7 @@ def make_tables(results: Path = RESULTS) -> str:
     """Make the page of tables from all JSON files in ``results``.
 
     Raises:
-        UnknownResultError: a file is of none of the known kinds.
+        ValueError: a file is of none of the known kinds.
     """
     paths = sorted(results.glob("*.json"), reverse=True)
     parts = [_INTRODUCTION]
@@ -189,7 +185,7 @@ def section_of(path: Path) -> Iterator[str]:
         if isinstance(document, dict) and known <= document.keys():
             return render(document)
     keys = sorted(document) if isinstance(document, dict) else type(document).__name__
-    raise UnknownResultError(
+    raise ValueError(
         f"{path}: expected results of {', '.join(KINDS)}; found {keys}. Add "
         "a kind for them to bench/results_page.py, or move the file"
     )

@@ -38,21 +38,17 @@ _LIMIT = 0.02
 Document = Mapping[str, Any]
 
 
-class UnknownFactError(LookupError):
-    """A page has a mark that nothing is computed for."""
-
-
 def fill(text: str, known: Mapping[str, str]) -> str:
     """Return a page with the present figures between its marks.
 
     Raises:
-        UnknownFactError: a mark has an unknown name.
+        LookupError: a mark has an unknown name.
     """
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in known:
-            raise UnknownFactError(
+            raise LookupError(
                 f"expected a figure that bench/summary.py computes; found {name!r}. Known are: "
                 f"{', '.join(sorted(known))}"
             )
