@@ -62,6 +62,7 @@ BARE_STEPS = 8
 SHAPE = GPTConfig(layers=6, heads=6, width=384, block_size=64)
 SEQUENCES = 2  # per rank and step: about 0.13 s of forward and backward on one core
 VALIDATION_BATCHES = 8  # of all ranks together
+TEXT = Text(SHAPE, SEQUENCES, VALIDATION_BATCHES)
 PEAK_RATE = 2.5e-4  # of this, 5e-4, 1e-3 and 2e-3 the best for plain averaging
 WARM_UP_STEPS = 20
 
@@ -124,12 +125,7 @@ def make_gpt() -> GPT:
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first batch."""
-    return text().batch(seed=0, step=0, rank=0)
-
-
-def text() -> Text:
-    """Return the data, the same for all hooks."""
-    return Text(SHAPE, SEQUENCES, VALIDATION_BATCHES)
+    return TEXT.batch(seed=0, step=0, rank=0)
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
@@ -137,8 +133,8 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
     The loss after a step therefore does not depend on the number of steps planned.
     """
-    data, recipe = text(), adamw(lr=PEAK_RATE, fused=True)
-    held_out = data.validation(rank, world_size)
+    recipe = adamw(lr=PEAK_RATE, fused=True)
+    held_out = TEXT.validation(rank, world_size)
     module: nn.Module = getattr(model, "module", model)
     (optimizer,) = recipe.optimizers(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -146,7 +142,7 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
     )
     for step in itertools.count():
         optimizer.zero_grad()
-        model(*data.batch(0, step, rank)).backward()
+        model(*TEXT.batch(0, step, rank)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
         optimizer.step()
         schedule.step()
@@ -198,7 +194,7 @@ def main() -> None:
     rate = parse_rate(arguments.rate)
     parameters = sum(parameter.numel() for parameter in make_gpt().parameters())
     about = {"parameters": parameters, "ranks": arguments.ranks, "bits_per_second": rate}
-    results = Results(arguments.result, "courses", model=MODEL, **about)
+    results = Results(arguments.result, runs="courses", model=MODEL, **about)
 
     def train_once(hook: str, steps: int, goal: float) -> Course:
         def measure() -> dict[str, Any]:
