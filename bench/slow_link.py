@@ -29,8 +29,8 @@ from bench.fidelity.tasks import Text, adamw
 from bench.files import Results
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
-from commhooks.costs.records import from_json
 from commhooks.costs.units import parse_rate
+from commhooks.hook.options import from_json
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.comparison.remote import Side
