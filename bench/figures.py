@@ -45,6 +45,7 @@ _BESIDE = sorted(
 )
 """Places of a name, in points from its own point: the nearest first."""
 _SIDES = {5: "left", -5: "right", 0: "center"}
+_NAMES = {"textcoords": "offset points", "va": "center", "fontsize": 8}
 
 
 @contextmanager
@@ -73,16 +74,7 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float, str]]) -> 
     pixels = [pixel for path in drawn for pixel in path.interpolated(100).vertices]
     for name, x, y, color in points:
         for dx, dy in _BESIDE:
-            text = axes.annotate(
-                name,
-                (x, y),
-                (dx, dy),
-                textcoords="offset points",
-                ha=_SIDES[dx],
-                va="center",
-                color=color,
-                fontsize=8,
-            )
+            text = axes.annotate(name, (x, y), (dx, dy), ha=_SIDES[dx], color=color, **_NAMES)
             text.set_in_layout(False)  # the layout that places were chosen in stays
             box = text.get_window_extent().padded(1)
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1

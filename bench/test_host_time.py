@@ -94,18 +94,10 @@ class Nothing:
     def require(self, device: torch.device) -> None:
         """Do nothing: no package is needed."""
 
-    def launch(
-        self,
-        source: Source,
-        kernel: str,
-        grid: tuple[int, int, int],
-        block: int,
-        parameters: int,
-        count: int,
-        device_index: int,
-    ) -> None:
+    def launch(self, _source: Source, kernel: str, *arguments: Any) -> None:
         """Do nothing but set indices to zero."""
         if "::list<" in kernel:
+            _grid, _block, parameters, count, _device_index = arguments
             values = (ctypes.POINTER(ctypes.c_int64) * count).from_address(parameters)
             length, indices = (values[i].contents.value for i in (3, 4))
             ctypes.memset(indices, 0, 4 * length)

@@ -68,47 +68,30 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of a hook on one task, and runs that they are compared with by seed.
+    """The runs of a hook on one task, and their changes of the validation loss, by seed.
 
-    ``usual``: plain averaging with the usual optimizer of the task; ``plain``: with that which the
-    hook is compared with. ``control``: :attr:`TrainedHook.control`, empty if there is none.
+    ``changes``: against plain averaging with the optimizer that the hook is compared with.
+    ``changes_to_usual``: against that with the usual optimizer of the task. ``control_change``: the
+    mean change of :attr:`TrainedHook.control` against the latter, None without one. ``byte_share``:
+    the bytes that the hook sends, as a share of plain averaging.
     """
 
     trained: TrainedHook
     runs: Sequence[Run]
-    plain: Sequence[Run]
-    usual: Sequence[Run]
-    control: Sequence[Run]
-
-    @property
-    def changes(self) -> list[float]:
-        """Return the relative change of the validation loss against ``plain``, by seed."""
-        return _changes(self.runs, self.plain)
+    changes: Sequence[float]
+    changes_to_usual: Sequence[float]
+    control_change: float | None
+    byte_share: float
 
     @property
     def change(self) -> float:
-        """Return the mean change over seeds."""
+        """Return the mean of ``changes``."""
         return mean(self.changes)
 
     @property
-    def changes_to_usual(self) -> list[float]:
-        """Return the change against ``usual``, by seed."""
-        return _changes(self.runs, self.usual)
-
-    @property
     def change_to_usual(self) -> float:
-        """Return the mean of these changes."""
+        """Return the mean of ``changes_to_usual``."""
         return mean(self.changes_to_usual)
-
-    @property
-    def control_change(self) -> float | None:
-        """Return the mean change of the control against ``usual``, None without a control."""
-        return mean(_changes(self.control, self.usual)) if self.control else None
-
-    @property
-    def byte_share(self) -> float:
-        """Return the bytes that the hook sends, as a share of plain averaging."""
-        return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
 
     @property
     def cells(self) -> dict[str, Any]:
@@ -149,10 +132,14 @@ def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
     )
     seeds = {run.seed for run in plain} & {run.seed for run in usual}
     runs = [run for run in record.runs(task, trained) if run.seed in seeds]
+    if not runs:
+        return None
     seeds = {run.seed for run in runs}
     control = record.runs(task, trained.control) if trained.control else []
-    control = [run for run in control if run.seed in seeds]
-    return Row(trained, runs, plain, usual, control) if runs else None
+    alone = _changes([run for run in control if run.seed in seeds], usual)
+    share = mean(run.wire_bytes for run in runs) / mean(run.wire_bytes for run in plain)
+    changes, changes_to_usual = _changes(runs, plain), _changes(runs, usual)
+    return Row(trained, runs, changes, changes_to_usual, mean(alone) if alone else None, share)
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:

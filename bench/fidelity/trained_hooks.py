@@ -82,33 +82,24 @@ class TrainedHook:
         return hook
 
 
-_ONE_BIT_OR_ONE_PERCENT = 0.05
+_LOOSE = 0.05  # for one bit per number, and for one percent of the numbers
+_MOMENTUM = "SGD with momentum"
 _SPECIAL = [
     # Hooks that need inner hooks, in their most common form.
-    *map(
-        TrainedHook,
-        (
-            "cast:inner=allreduce",
-            "error_feedback:inner=bf16",
-            "guard:inner=int4,max_error=0.5",
-            "hierarchical:inner=int8,ranks_per_node=2",
-            'route:rules=[["*bias","allreduce"]],default=powersgd',
-            'schedule:stages=[[0,"allreduce"],[100,"int4"]]',
-            "skip_nonfinite:inner=bf16",
-        ),
-    ),
+    TrainedHook("cast:inner=allreduce"),
+    TrainedHook("error_feedback:inner=bf16"),
+    TrainedHook("guard:inner=int4,max_error=0.5"),
+    TrainedHook("hierarchical:inner=int8,ranks_per_node=2"),
+    TrainedHook('route:rules=[["*bias","allreduce"]],default=powersgd'),
+    TrainedHook('schedule:stages=[[0,"allreduce"],[100,"int4"]]'),
+    TrainedHook("skip_nonfinite:inner=bf16"),
     # These replace the optimizer's momentum.
-    *(
-        TrainedHook(hook, recipe, "SGD with momentum", _ONE_BIT_OR_ONE_PERCENT)
-        for hook, recipe in (
-            ("dgc", "SGD without momentum"),
-            ("demo", "SGD without momentum, 10 times the rate"),
-        )
-    ),
+    TrainedHook("dgc", "SGD without momentum", _MOMENTUM, _LOOSE),
+    TrainedHook("demo", "SGD without momentum, 10 times the rate", _MOMENTUM, _LOOSE),
     # With a warm-up, as in the paper of 1-bit Adam.
-    TrainedHook("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
-    TrainedHook("signsgd", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
-    TrainedHook("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
+    TrainedHook("onebit", tolerance=_LOOSE, warm_up_steps=100),
+    TrainedHook("signsgd", tolerance=_LOOSE, warm_up_steps=100),
+    TrainedHook("topk", tolerance=_LOOSE),
 ]
 _NOT_TRIED = {"auto", "noop", REFERENCE}
 """Hooks without figures: auto depends on the link, and noop sends nothing."""
@@ -127,7 +118,8 @@ _CHUNKS = '"chunk":4096,"density":0.015625,"bits":2,"warmup_steps":0,"error_feed
 _SPARSE = f'{{"name":"error_feedback","decay":0.95,"inner":{{"name":"topk",{_CHUNKS}}}}}'
 _DELAYED = "fragments=5,delay=5,merge=0.5,outer_lr=0.4"
 _IN_CHUNKS = "topk:chunk=4096,density={},bits={},warmup_steps=0"
-_ONE_WORKER = f"ranks_per_node={RANKS}"
+_ONE_WORKER = f"diloco:ranks_per_node={RANKS}"
+_LESS_MOMENTUM = f"diloco:outer_momentum=0.5,ranks_per_node={RANKS}"
 
 _VARIANTS = [
     # The recipes of docs/hooks/diloco.md, all with the same period: 1,000 steps are 33 of 30 steps.
@@ -143,14 +135,9 @@ _VARIANTS = [
     TrainedHook("diloco:period=4,outer_momentum=0.5,inner=int4", name="diloco with int4, period 4"),
     # One worker with the data of all ranks, whose gradients are averaged in every step: what the
     # outer optimizer alone does, without any byte saved (GPA, arXiv:2512.17131).
-    TrainedHook(f"diloco:{_ONE_WORKER}", name="one-worker DiLoCo"),
-    *(
-        TrainedHook(f"diloco:outer_momentum=0.5,{_ONE_WORKER}", recipe, name=name)
-        for name, recipe in (
-            ("one-worker DiLoCo, momentum 0.5", None),
-            ("one-worker DiLoCo with Muon", "Muon"),
-        )
-    ),
+    TrainedHook(_ONE_WORKER, name="one-worker DiLoCo"),
+    TrainedHook(_LESS_MOMENTUM, name="one-worker DiLoCo, momentum 0.5"),
+    TrainedHook(_LESS_MOMENTUM, "Muon", name="one-worker DiLoCo with Muon"),
     TrainedHook(REFERENCE, "Muon", name="plain averaging with Muon"),
     # What a rank reaches that sends nothing and has no outer optimizer.
     TrainedHook(REFERENCE, name="one rank alone", ranks=1),

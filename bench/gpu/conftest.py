@@ -7,13 +7,11 @@ import torch
 import torch.distributed as dist
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _device() -> None:
     """Skip all benchmarks without a CUDA device."""
     if not torch.cuda.is_available():
-        absent = pytest.mark.skip(reason="no CUDA device")
-        for item in items:
-            if "bench/gpu" in item.path.as_posix():
-                item.add_marker(absent)
+        pytest.skip("no CUDA device")
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,7 @@ def fidelity(name: str) -> str:
         "by seed": lambda row: ", ".join(map(_percent, row.changes)),
         "bytes sent": lambda row: share_in_percent(row.byte_share),
     }
-    if any(row.control for row in found):
+    if any(row.control_change is not None for row in found):
         cells["the same on one rank alone"] = _control
     rows = [
         {"": name} | {task: cell(row) for task, row in by_task.items()}
