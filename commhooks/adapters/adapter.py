@@ -1,7 +1,7 @@
 """The base of adapters, which put hooks on one kind of wrapped model each."""
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ TorchHook = Callable[[Any], Future[Tensor]]
 """A torch-style hook with its state bound."""
 
 
-class Adapter(Ranks):
+class Adapter(Ranks, ABC):
     """Installs hooks on one wrapped model, observes them, and knows which one is installed.
 
     It keeps what it needs of the model, but not the model, so that the model can be freed.

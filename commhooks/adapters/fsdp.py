@@ -105,10 +105,6 @@ class FSDPAdapter(Adapter):
         on_optimizer_step(self, self._units)
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group
-
-    @property
     def units(self) -> list[list[str]]:
         return [list(unit.parameters()) for unit in self._units]
 

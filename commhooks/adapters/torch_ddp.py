@@ -83,10 +83,6 @@ class TorchAdapter(Adapter):
     def _is_finalized(self) -> bool:
         """Return whether torch has finished the step."""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._group
-
     def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         """Do nothing: :meth:`run` calls what is installed."""
 

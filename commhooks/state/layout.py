@@ -1,7 +1,6 @@
 """How ranks are arranged: as replicas times shards; one shard without sharding."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Ranks(ABC):
+class Ranks:
     """The ranks that train a model together, and what this one has of the model."""
 
     device: torch.device
@@ -28,10 +27,12 @@ class Ranks(ABC):
     shard_groups: Sequence[dist.ProcessGroup] = ()
     """The groups of ranks that share parameters with this one; none if ranks have whole ones."""
 
+    _group: dist.ProcessGroup  # where it never changes
+
     @property
-    @abstractmethod
     def group(self) -> dist.ProcessGroup:
         """The ranks that gradients are averaged over."""
+        return self._group
 
     @property
     def shards(self) -> int:
