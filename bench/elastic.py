@@ -214,7 +214,7 @@ def main() -> None:
     """Measure what the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", type=Path)
-    results = Results(parser.parse_args().path)
+    results = Results(parser.parse_args().path, "machine")
     CONTEXT.set_forkserver_preload(["bench.elastic"])
     for run in all_runs():
         results.once(asdict(run), partial(measure, run))

@@ -47,10 +47,6 @@ _BESIDE = sorted(
 _SIDES = {5: "left", -5: "right", 0: "center"}
 
 
-class NoPlaceError(ValueError):
-    """A name fits nowhere."""
-
-
 @contextmanager
 def plot(path: Path, height: float, columns: int = 1, rows: int = 1) -> Iterator[list[Any]]:
     """Write a plot to a file after its axes have been filled. They come in reading order."""
@@ -68,7 +64,7 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float, str]]) -> 
     ``points``: name, coordinates and color. Draw all lines before, and set the limits of the axes.
 
     Raises:
-        NoPlaceError: a name fits in none of the places.
+        ValueError: a name fits in none of the places.
     """
     axes.figure.canvas.draw()
     frame = axes.get_window_extent().padded(6)
@@ -96,7 +92,7 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float, str]]) -> 
                 break
             text.remove()
         else:
-            raise NoPlaceError(
+            raise ValueError(
                 f"expected a free place for the name {name!r} beside ({x:.4g}, {y:.4g}); found "
                 f"none among {len(_BESIDE)}. Make the plot larger, or name fewer points"
             )
@@ -109,7 +105,7 @@ def short(hook: str) -> str:
     return f"{name}, {rank[0].replace('=', ' ')}" if rank else name
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other point beats in both coordinates, by the first one."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(points):

@@ -29,13 +29,16 @@ def newest(results: Path, pattern: str) -> Any:
 class Results:
     """A file of runs, to which each is added when it ends, so that measuring may be interrupted.
 
-    ``document`` is ``{"about": {...}, key: [{...}, ...]}``, where ``about`` has the machine.
+    ``document`` is ``{machine: {...}, runs: [{...}, ...]}``, with keys that tell the kind of file.
+    ``about``: what it says beside the properties of the machine.
     """
 
-    def __init__(self, path: Path, key: str = "runs", **about: Any) -> None:
-        self.document: dict[str, Any] = load(path, {"about": {}, key: []})
-        self.runs: list[dict[str, Any]] = self.document[key]
-        self._path, self._about = path, about
+    def __init__(
+        self, path: Path, machine: str = "about", runs: str = "runs", **about: Any
+    ) -> None:
+        self.document: dict[str, Any] = load(path, {machine: {}, runs: []})
+        self.runs: list[dict[str, Any]] = self.document[runs]
+        self._path, self._machine, self._about = path, self.document[machine], about
 
     def once(self, run: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Any:
         """Return what the file has of a run; if it has nothing, measure and add it."""
@@ -47,8 +50,8 @@ class Results:
         start = time.monotonic()
         self.runs.append(found := {**run, **measure()})
         print(f": {time.monotonic() - start:.0f} s", flush=True)
-        about = self.document.setdefault("about", {})
-        cpus = {*about.get("cpu", "").split(" and "), str(describe_machine()["cpu"])} - {""}
-        about |= self._about | describe_machine() | {"cpu": " and ".join(sorted(cpus))}
+        machine = describe_machine()
+        cpus = {*self._machine.get("cpu", "").split(" and "), str(machine["cpu"])} - {""}
+        self._machine |= self._about | machine | {"cpu": " and ".join(sorted(cpus))}
         save(self._path, self.document)
         return found

@@ -34,33 +34,26 @@ EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
-MEASURED_HOOKS: dict[str, float | None] = {
-    "torch fp16": HALF,
-    "allreduce": EXACT,
-    "noop": None,
-    **dict.fromkeys(("fp16", "bf16"), HALF),
-    **dict.fromkeys(("fp8", "int8"), EIGHT_BITS),
-    **dict.fromkeys(("int4", "fp4", "int2", "natural"), SPARSE),
-    **dict.fromkeys(("qsgd", "terngrad"), UNBIASED),
-    **dict.fromkeys(("onebit", "signsgd", "topk:warmup_steps=0"), SPARSE),
-    **dict.fromkeys(("shared_topk:warmup_steps=0", "demo", "dgc:warmup_steps=0"), SPARSE),
-    "threshold:value=1e-7": SPARSE,
-    "randomk": UNBIASED,
-    **dict.fromkeys(("powersgd:rank=4,start_step=0", "batched_powersgd:start_step=0"), SPARSE),
-    **dict.fromkeys(("gossip", "push_sum", "local_sgd", "diloco"), None),
-    "hierarchical:inner=int8,ranks_per_node=2": EIGHT_BITS,
-    **dict.fromkeys(("cast:inner=allreduce", "error_feedback:inner=bf16"), HALF),
-    'route:rules=[["*bias","allreduce"]],default=int8': EIGHT_BITS,
-    'schedule:stages=[[0,"int4"]]': SPARSE,
-    "skip_nonfinite:inner=bf16": HALF,
-    "auto": EXACT,  # until it has measured something
-    "guard:inner=int8,max_error=0.5": EIGHT_BITS,
-}
+_BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
+    EXACT: ("allreduce", "auto"),  # auto until it has measured something
+    HALF: ("torch fp16", "fp16", "bf16", "cast:inner=allreduce", "error_feedback:inner=bf16",
+           "skip_nonfinite:inner=bf16"),
+    EIGHT_BITS: ("fp8", "int8", "hierarchical:inner=int8,ranks_per_node=2",
+                 'route:rules=[["*bias","allreduce"]],default=int8',
+                 "guard:inner=int8,max_error=0.5"),
+    SPARSE: ("int4", "fp4", "int2", "natural", "onebit", "signsgd", "topk:warmup_steps=0",
+             "shared_topk:warmup_steps=0", "demo", "dgc:warmup_steps=0", "threshold:value=1e-7",
+             "powersgd:rank=4,start_step=0", "batched_powersgd:start_step=0",
+             'schedule:stages=[[0,"int4"]]'),
+    UNBIASED: ("qsgd", "terngrad", "randomk"),
+    None: ("noop", "gossip", "push_sum", "local_sgd", "diloco"),
+}  # fmt: skip
+MEASURED_HOOKS = {hook: error for error, hooks in _BY_LARGEST_ERROR.items() for hook in hooks}
 """The hooks at their defaults, except those that start later; wrappers around a common hook.
 
-By the largest error of the first step against the mean. None: the result is this rank's gradients,
-for hooks that average parameters or nothing. Of torch's hooks one runs over Gloo on CPUs with
-several buckets: see bench/torch_hooks.py.
+The values are the largest errors of the first step against the mean. None: the result is this
+rank's gradients, for hooks that average parameters or nothing. Of torch's hooks one runs over Gloo
+on CPUs with several buckets: see bench/torch_hooks.py.
 """
 
 

@@ -28,10 +28,6 @@ DOCS = ROOT / "docs"
 Document = dict[str, Any]
 
 
-class UnknownResultError(ValueError):
-    """A file of results is of none of the known kinds."""
-
-
 # --------------------------------------------------------------------------- kinds of results
 
 
@@ -58,18 +54,16 @@ def _comparison(document: Document) -> Iterator[str]:
     for link, rows_of_link in by_link.items():
         how = "measured" if all(row["measured"] for row in rows_of_link) else "predicted"
         yield f"### {link}, {how}"
-        yield table({name: row.get(name) for name in columns} | _off(row) for row in rows_of_link)
-
-
-def _off(row: Document) -> dict[str, str]:
-    """Return how far the prediction of a measured step is off."""
-    predicted = row["measured"] and row.get("predicted_seconds")
-    return {"predicted off by": f"{predicted / row['step_seconds'] - 1:+.0%}"} if predicted else {}
+        cells = [{name: row.get(name) for name in columns} for row in rows_of_link]
+        for row, of_row in zip(rows_of_link, cells, strict=True):
+            if row["measured"] and (predicted := row.get("predicted_seconds")):
+                of_row["predicted off by"] = f"{predicted / row['step_seconds'] - 1:+.0%}"
+        yield table(cells)
 
 
 def _slow_link(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
-    race = Race.of(document)
+    race = Race(document)
     bare = [seconds for each in race.courses.values() for seconds in each.bare_step_seconds]
     yield (
         f"{_machine(race.about)}, {race.about['parameters'] / 1e6:.1f} million parameters, "
@@ -170,7 +164,7 @@ def make_tables(results: Path = RESULTS) -> str:
     """Make the page of tables from all JSON files in ``results``.
 
     Raises:
-        UnknownResultError: a file is of none of the known kinds.
+        ValueError: a file is of none of the known kinds.
     """
     paths = sorted(results.glob("*.json"), reverse=True)
     parts = [_INTRODUCTION]
@@ -191,7 +185,7 @@ def section_of(path: Path) -> Iterator[str]:
         if isinstance(document, dict) and known <= document.keys():
             return render(document)
     keys = sorted(document) if isinstance(document, dict) else type(document).__name__
-    raise UnknownResultError(
+    raise ValueError(
         f"{path}: expected results of {', '.join(KINDS)}; found {keys}. Add "
         "a kind for them to bench/results_page.py, or move the file"
     )

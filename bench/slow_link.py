@@ -12,7 +12,6 @@ The model is the demo's GPT, enlarged. It and its training are also for
 """
 
 import argparse
-import functools
 import itertools
 import math
 import os
@@ -30,8 +29,8 @@ from bench.fidelity.tasks import Text, adamw
 from bench.files import Results
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
-from commhooks.costs.records import from_json
 from commhooks.costs.units import parse_rate
+from commhooks.hook.options import from_json
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.comparison.remote import Side
@@ -63,6 +62,7 @@ BARE_STEPS = 8
 SHAPE = GPTConfig(layers=6, heads=6, width=384, block_size=64)
 SEQUENCES = 2  # per rank and step: about 0.13 s of forward and backward on one core
 VALIDATION_BATCHES = 8  # of all ranks together
+TEXT = Text(SHAPE, SEQUENCES, VALIDATION_BATCHES)
 PEAK_RATE = 2.5e-4  # of this, 5e-4, 1e-3 and 2e-3 the best for plain averaging
 WARM_UP_STEPS = 20
 
@@ -91,36 +91,27 @@ class Course:
         """Return the mean time of a step."""
         return f"{self.points[-1].seconds / self.points[-1].step:.2g} s"
 
-    def first_at(self, loss: float) -> TrainingPoint | None:
-        """Return the first point with at most this validation loss, or None."""
-        return next((point for point in self.points if point.validation_loss <= loss), None)
 
-
-@dataclass(frozen=True)
 class Race:
-    """The trainings over one link, by hook. ``about``: the model, the link and the machine."""
+    """The trainings over one link, from a JSON document.
 
-    about: Mapping[str, Any]
-    courses: Mapping[str, Course]
+    ``about``: the model, the link and the machine. ``courses``: by hook. ``goal``: the point where
+    plain averaging has its lowest loss. ``arrivals``: the points at which hooks reach that loss,
+    the earliest first.
+    """
 
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> "Race":
-        """Read a JSON document."""
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.about: Mapping[str, Any] = document["about"]
         courses = (from_json(Course, entry) for entry in document["courses"])
-        return cls(document["about"], {course.hook: course for course in courses})
-
-    @property
-    def goal(self) -> TrainingPoint:
-        """Return the point where plain averaging has its lowest loss."""
-        return self.courses[PLAIN].lowest
-
-    @functools.cached_property
-    def arrivals(self) -> dict[str, TrainingPoint]:
-        """The points at which hooks reach that loss, the earliest first."""
-        loss = self.goal.validation_loss
-        points = {hook: course.first_at(loss) for hook, course in self.courses.items()}
-        arrived = {hook: point for hook, point in points.items() if point is not None}
-        return dict(sorted(arrived.items(), key=lambda item: item[1].seconds))
+        self.courses = {course.hook: course for course in courses}
+        self.goal = self.courses[PLAIN].lowest
+        arrivals = []
+        for hook, course in self.courses.items():
+            for point in course.points:
+                if point.validation_loss <= self.goal.validation_loss:
+                    arrivals.append((hook, point))
+                    break
+        self.arrivals = dict(sorted(arrivals, key=lambda item: item[1].seconds))
 
     def speed_up(self, hook: str, other: str) -> float:
         """Return the time of another hook to that loss, divided by that of ``hook``."""
@@ -134,12 +125,7 @@ def make_gpt() -> GPT:
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first batch."""
-    return text().batch(seed=0, step=0, rank=0)
-
-
-def text() -> Text:
-    """Return the data, the same for all hooks."""
-    return Text(SHAPE, SEQUENCES, VALIDATION_BATCHES)
+    return TEXT.batch(seed=0, step=0, rank=0)
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
@@ -147,8 +133,8 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
     The loss after a step therefore does not depend on the number of steps planned.
     """
-    data, recipe = text(), adamw(lr=PEAK_RATE, fused=True)
-    held_out = data.validation(rank, world_size)
+    recipe = adamw(lr=PEAK_RATE, fused=True)
+    held_out = TEXT.validation(rank, world_size)
     module: nn.Module = getattr(model, "module", model)
     (optimizer,) = recipe.optimizers(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -156,7 +142,7 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
     )
     for step in itertools.count():
         optimizer.zero_grad()
-        model(*data.batch(0, step, rank)).backward()
+        model(*TEXT.batch(0, step, rank)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
         optimizer.step()
         schedule.step()
@@ -208,7 +194,7 @@ def main() -> None:
     rate = parse_rate(arguments.rate)
     parameters = sum(parameter.numel() for parameter in make_gpt().parameters())
     about = {"parameters": parameters, "ranks": arguments.ranks, "bits_per_second": rate}
-    results = Results(arguments.result, "courses", model=MODEL, **about)
+    results = Results(arguments.result, runs="courses", model=MODEL, **about)
 
     def train_once(hook: str, steps: int, goal: float) -> Course:
         def measure() -> dict[str, Any]:

@@ -38,21 +38,17 @@ _LIMIT = 0.02
 Document = Mapping[str, Any]
 
 
-class UnknownFactError(LookupError):
-    """A page has a mark that nothing is computed for."""
-
-
 def fill(text: str, known: Mapping[str, str]) -> str:
     """Return a page with the present figures between its marks.
 
     Raises:
-        UnknownFactError: a mark has an unknown name.
+        LookupError: a mark has an unknown name.
     """
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in known:
-            raise UnknownFactError(
+            raise LookupError(
                 f"expected a figure that bench/summary.py computes; found {name!r}. Known are: "
                 f"{', '.join(sorted(known))}"
             )
@@ -98,7 +94,7 @@ def facts(results: Path) -> dict[str, str]:
 
 
 def _race(results: Path, name: str) -> Race:
-    return Race.of(newest(results, f"*-{name}-ranks.json"))
+    return Race(newest(results, f"*-{name}-ranks.json"))
 
 
 def table(rows: Iterable[Document]) -> str:
@@ -111,10 +107,6 @@ def _percent(change: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
-
-
-def _code(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 # ------------------------------------------------------------------------------------- fidelity
@@ -132,16 +124,17 @@ def _fidelity(record: Record) -> dict[str, str]:
     spreads = [spread(runs) for runs in plain if len(runs) > 1]
     seeds = {len(row.runs) for found in by_hook(record).values() for row in found.values()}
     gpt = rows(record, "gpt")
+    points = {(row.byte_share, row.change_to_usual): row for row in gpt}
     beyond = [hook for hook in sorted(worst, key=worst.__getitem__) if hook not in within]
     return {
         "hooks": str(len(worst)),
         "within": str(len(within)),
         "least": f"`{least}`",
         "least share": f"{100 * shares[least]:.0f} %",
-        "beyond": textwrap.fill(_code(beyond), 118),
+        "beyond": textwrap.fill(", ".join(f"`{hook}`" for hook in beyond), 118),
         "spread": f"{100 * mean(spreads):.0f} %",
         "seeds": f"{min(seeds)} to {max(seeds)}",
-        "front": _trainings(_front(gpt)),
+        "front": _trainings(points[point] for point in figures.pareto_front(points)),
         "one worker": _trainings(row for row in gpt if row.trained.title in _ONE_WORKER),
         **{f"loss {row.trained.title}": _percent(row.change_to_usual) for row in gpt},
         **{
@@ -156,11 +149,6 @@ def _worst(record: Record) -> dict[str, float]:
     """Return the change of the loss on the task that suffers most, by hook."""
     measured = by_hook(record).items()
     return {hook: max(row.change for row in found.values()) for hook, found in measured}
-
-
-def _front(found: list[Row]) -> list[Row]:
-    points = {(row.byte_share, row.change_to_usual): row for row in found}
-    return [points[point] for point in figures.pareto_front(list(points))]
 
 
 def _trainings(found: Iterable[Row]) -> str:

@@ -102,14 +102,14 @@ def main() -> None:
     by_rank = run_ranks(train, RANKS, list(hooks.values()), arguments.steps, timeout=3600.0)
     close_ranks()
     rows = []
-    for name, of_ranks in zip(hooks, zip(*by_rank, strict=True), strict=True):
-        seconds, losses = zip(*of_ranks, strict=True)
+    for index, name in enumerate(hooks):
+        seconds = zip(*(of_rank[index][0] for of_rank in by_rank), strict=True)
         rows.append(
             {
                 "hook": name,
                 "buckets": "one" if name in in_one else "of 25 MiB",
-                "step_seconds": statistics.median(map(max, zip(*seconds, strict=True))),
-                "validation_loss": losses[0],
+                "step_seconds": statistics.median(map(max, seconds)),
+                "validation_loss": by_rank[0][index][1],
             }
         )
     about = {"ranks": RANKS, "steps": arguments.steps, "load": [load, os.getloadavg()[0]]}

@@ -21,7 +21,7 @@ else:
     from commhooks import algorithms
     from commhooks.adapters.handle import HookHandle, handle_of, register
     from commhooks.adapters.pair import CommHookState, comm_hook
-    from commhooks.adapters.replicas import ReplicaCheck, check_replicas
+    from commhooks.adapters.replicas import check_replicas
     from commhooks.adapters.trace import merge_traces
     from commhooks.adapters.wrapper import DistributedDataParallel
     from commhooks.comm.communicator import Communicator
@@ -57,7 +57,6 @@ __all__ = [
     "HookStats",
     "MixedPrecision",
     "OverlappedOptimizer",
-    "ReplicaCheck",
     "UnknownHookError",
     "algorithms",
     "available",

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 
 from bench import files
-from bench.auto.points import AUTO, POINTS, REFERENCE, Point
+from bench.auto.points import AUTO, MODELS, POINTS, REFERENCE, Point
 from bench.auto.remote import Training, Trainings, cpu_seconds
 from bench.auto.tables import point_rows, title
+from bench.models import parameter_shapes
 from bench.tables import table
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
@@ -34,7 +35,7 @@ Row = dict[str, Any]
 class Effort:
     """How much is measured."""
 
-    settings: tuple[str, ...] = DEFAULT_CANDIDATES
+    settings: tuple[str, ...]
     """The uniform settings that it is compared with."""
     warm_up: int = 120
     """Steps of ``auto`` before it is timed. The first plan is in use after about 18."""
@@ -46,10 +47,6 @@ class Effort:
     error_steps: int = 4
     error_after: int = 15
     """Steps before the error of a uniform setting is measured."""
-
-
-QUICK = Effort(("allreduce", "bf16", REFERENCE), warm_up=40, blocks=2, error_steps=1, error_after=1)
-"""For a test: shows that it works, and nothing else."""
 
 
 def measure(point: Point, effort: Effort) -> Row:
@@ -64,7 +61,6 @@ def measure(point: Point, effort: Effort) -> Row:
         wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
         plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
         settings[AUTO]["error"] = _error(ranks, AUTO, effort)
-        parameters = ranks.do(Trainings.parameters)[0]
     settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     elements: Counter[str] = Counter()
     for row in plan.rows:
@@ -72,7 +68,7 @@ def measure(point: Point, effort: Effort) -> Row:
     trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
     return {
         "point": asdict(point),
-        "parameters": parameters,
+        "parameters": sum(shape.numel() for shape in parameter_shapes(MODELS[point.model].factory)),
         "effort": asdict(effort),
         "settings": settings,
         "auto": {
@@ -148,18 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
     only = "compare with these uniform hooks only"
     parser.add_argument("--setting", action="append", metavar="HOOK", help=only)
-    parser.add_argument("--quick", action="store_true", help="a tiny model over loopback")
     options = parser.parse_args(arguments)
     if unknown := set(options.point) - by_name.keys():
         parser.error(f"no point is named {min(unknown)!r}; there are {', '.join(by_name)}")
-    points, effort = [Point("tiny", 0)], QUICK
-    if not options.quick:
-        points = [by_name[name] for name in options.point or by_name]
-        effort = Effort(tuple(options.setting or Effort.settings))
+    effort = Effort(tuple(options.setting or DEFAULT_CANDIDATES))
     record = files.load(options.result, {"about": describe_machine(), "points": {}})
-    for point in points:
-        if point.name not in record["points"]:
-            entry = record["points"][point.name] = measure(point, effort)
+    for name in options.point or by_name:
+        if name not in record["points"]:
+            entry = record["points"][name] = measure(by_name[name], effort)
             files.save(options.result, record)
             print(f"{title(entry)}\n{table(point_rows(entry))}", flush=True)
 

@@ -99,10 +99,6 @@ class Trainings:
         self._module = self._kind.make()
         self._trainings: dict[str, Training] = {}
 
-    def parameters(self) -> int:
-        """Return the number of parameters of the model."""
-        return sum(parameter.numel() for parameter in self._module.parameters())
-
     def add(self, setting: str) -> None:
         """Begin a training."""
         self._trainings[setting] = Training(self._kind, self._module, setting)

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +13,11 @@ _LEAST_TURNS = 5
 _RESAMPLES = 4000
 
 
-class Interval(NamedTuple):
-    """A median, and the ends of its interval of 95 %."""
-
-    low: float
-    median: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def median_interval(values: Sequence[float]) -> Interval:
-    """Return the median and its bootstrap interval, the same one for the same values."""
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its bootstrap interval of 95 %, the same one for the same values."""
     samples = np.random.default_rng(0).choice(np.array(values), (_RESAMPLES, len(values)))
     low, high = np.quantile(np.median(samples, axis=1), [0.025, 0.975])
-    return Interval(float(low), float(np.median(values)), float(high))
+    return float(np.median(values)), float(low), float(high)
 
 
 def point_rows(entry: Entry) -> Iterator[dict[str, Any]]:
@@ -44,13 +33,13 @@ def point_rows(entry: Entry) -> Iterator[dict[str, Any]]:
     for name in sorted(settings, key=seconds.__getitem__):
         # The time of auto, with its trials and plans, as a share of that of the setting.
         pairs = zip(blocks[AUTO], blocks[name], strict=True)
-        ratio = median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
+        median, low, high = median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
         turns = sum(block is not None for block in blocks[name])
-        text = str(ratio) if turns >= _LEAST_TURNS else f"{ratio.median:.2f}"
+        interval = f" ({low:.2f} to {high:.2f})" if turns >= _LEAST_TURNS else ""
         yield {
             "setting": name + (" (the best uniform one)" if name == best else ""),
             "step_seconds": seconds[name],
-            "auto_to_it": "" if name == AUTO else text,
+            "auto_to_it": "" if name == AUTO else f"{median:.2f}{interval}",
             "wire_bytes": settings[name]["wire_bytes"],
             "error": settings[name].get("error"),
             "predicted_seconds": settings[name].get("predicted_seconds"),

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--task", choices=ALL_TASKS, default="gpt")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
-    results = Results(arguments.path)
+    results = Results(arguments.path, "machine")
     for seed, setting in itertools.product(range(arguments.seeds), SETTINGS):
         run = dict(zip(KEYS, (arguments.task, seed, *setting), strict=True))
         work = partial(run_ranks, train, RANKS, *run.values(), timeout=3600)

@@ -3,9 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,22 +19,12 @@ _WARM_UP = 0.1  # of all steps
 _TIMEOUT = 3600.0  # seconds; a run takes 15 on an idle machine
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """The result of one rank: the ``loss`` of its model on its share of the validation data.
+def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> dict[str, float]:
+    """Train on one rank. Return the ``loss`` of its model on its share of the validation data.
 
-    ``wire_bytes``: sent by the rank in all steps. Each rank validates its own model because models
-    differ under hooks without consensus; for all others, the mean over ranks is the model's loss.
-    """
-
-    loss: float
-    wire_bytes: float
-
-
-def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> TrainingResult:
-    """Train on one rank.
-
-    The seed determines the initial parameters and the data, for every hook.
+    The seed determines the initial parameters and the data, for every hook. Each rank validates its
+    own model because models differ under hooks without consensus; for all others, the mean over
+    ranks is the model's loss. ``wire_bytes``: sent by the rank in all steps.
     """
     chosen = ALL_TASKS[task]
     data = chosen.make_data()
@@ -50,7 +38,7 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
     validation = data.validation(rank, size)
     with torch.no_grad():
         loss = model.module(*validation).item()
-    return TrainingResult(loss, math.nan if sent is None else sent * chosen.steps)
+    return {"loss": loss, "wire_bytes": math.nan if sent is None else sent * chosen.steps}
 
 
 def fit(model: nn.Module, recipe: Recipe, steps: int, batch: Callable[[int], Batch]) -> None:
@@ -86,8 +74,7 @@ def run_missing(task: str, chosen: Sequence[TrainedHook], seed: int, results: Re
             results.once(run, partial(_measure, task, trained, seed))
 
 
-def _measure(task: str, trained: TrainedHook, seed: int) -> dict[str, Any]:
+def _measure(task: str, trained: TrainedHook, seed: int) -> dict[str, float]:
     """Return the means over ranks."""
     found = run_ranks(train, trained.ranks, task, trained, seed, timeout=_TIMEOUT)
-    by_name = [asdict(result) for result in found]
-    return {name: statistics.mean(of[name] for of in by_name) for name in by_name[0]}
+    return {name: statistics.mean(of_rank[name] for of_rank in found) for name in found[0]}

@@ -12,7 +12,6 @@ import datetime
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -135,35 +134,14 @@ def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
         target.with_name(f"{target.name}-{result.name.replace(' ', '-')}.log").write_bytes(log)
 
 
-def rehearse(planned: Sequence[Stage]) -> bool:
-    """Print the stages, and collect the tests of each; return whether there are any everywhere."""
-    is_good = True
-    WORK.mkdir(parents=True, exist_ok=True)
-    for stage in planned:
-        absent = ", ".join(missing(stage.needs))
-        print(f"{stage.name}: at most {stage.limit_seconds:.0f} s", f"({absent})" * bool(absent))
-        print("  ", *stage.command, flush=True)
-        if "pytest" in stage.command:
-            arguments = stage.command[stage.command.index("pytest") + 1 :]
-            command = [sys.executable, "-m", "pytest", *arguments, "--collect-only", "-q"]
-            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            print("  ", (run.stdout.strip().splitlines() or [run.stderr])[-1], flush=True)
-            is_good &= run.returncode == 0
-    return is_good
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--dry-run", action="store_true", help="only collect tests; on any machine")
     options = parser.parse_args(arguments)
     if absent := missing(NEEDED):
         print(f"{sys.executable}: {', '.join(absent)}: install them first", file=sys.stderr)
         return 2
-    planned = stages()
-    if options.dry_run:
-        return int(not rehearse(planned))
     import torch
 
     if not torch.cuda.is_available():
@@ -177,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     target = options.output / f"{date}-{device}"
     is_bad = False
-    for result in run_all(planned, SECONDS, WORK):
+    for result in run_all(stages(), SECONDS, WORK):
         save(run, result, target)
         is_bad |= result.is_bad
     print(f"written: {target}.json; `python -m bench.results_page` and `make results` show it")

@@ -48,11 +48,8 @@ def count_workers() -> int:
 
 def find_sanitizer() -> str | None:
     """Find compute-sanitizer, also beside an nvcc that is not on the PATH."""
-    if found := shutil.which(SANITIZER):
-        return found
     home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    path = home / "bin" / SANITIZER
-    return str(path) if path.exists() else None
+    return shutil.which(SANITIZER) or shutil.which(SANITIZER, path=home / "bin")
 
 
 def describe(directory: Path) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The base of adapters, which put hooks on one kind of wrapped model each."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,10 +17,14 @@ from commhooks.hook.base import CommHook, tree
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording, Span
-from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats, StatsCollector
+from commhooks.runtime.stream_runner import StreamRunner
+from commhooks.runtime.threaded_runner import ThreadedRunner
+from commhooks.state.layout import Ranks
 from reducer import GradBucket
+from reducer.agreement import values_of_ranks
 from reducer.peers import collective
 
 IS_TAKEN = (
@@ -32,7 +36,7 @@ TorchHook = Callable[[Any], Future[Tensor]]
 """A torch-style hook with its state bound."""
 
 
-class Adapter(ABC):
+class Adapter(Ranks):
     """Installs hooks on one wrapped model, observes them, and knows which one is installed.
 
     It keeps what it needs of the model, but not the model, so that the model can be freed.
@@ -43,15 +47,6 @@ class Adapter(ABC):
         parameters: The parameters that hooks average, by the names that :class:`CommHook` uses.
         names: The names that recorded gradients refer to by index.
     """
-
-    steps: int
-    """The number of steps so far: synchronized backward passes, on FSDP2 those of an optimizer.
-
-    A resumed run sets it.
-    """
-
-    shard_groups: Sequence[dist.ProcessGroup] = ()
-    """The groups of ranks that share parameters with this one; none if ranks have whole ones."""
 
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
@@ -75,27 +70,8 @@ class Adapter(ABC):
         self._collector = StatsCollector()
 
     @property
-    @abstractmethod
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that gradients are averaged over."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank among all that train the model together."""
-        return self.group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that train the model together."""
-        return self.group.size()
-
-    @property
     def units(self) -> Sequence[Sequence[str]] | None:
         """The names of each bucket's parameters, if buckets never change; otherwise None."""
-        return None
-
-    def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
-        """Return the shape of a shared parameter, and the dimension that it is cut in."""
         return None
 
     def agree(self, what: str, value: str) -> int:
@@ -110,6 +86,9 @@ class Adapter(ABC):
 
         Collective over all ranks; ``problem`` is the same on all ranks of :attr:`group`.
         """
+        for group in self.shard_groups:
+            found = values_of_ranks(problem, group, self.device, "the comparison of a shard group")
+            problem = problem or next((each for each in found if each), None)
         return problem
 
     def check(self, hook: CommHook | TorchHook) -> None:
@@ -130,7 +109,7 @@ class Adapter(ABC):
     ) -> None:
         """Use ``hook`` from the next step on, in place of the one that is installed.
 
-        ``token``, ``collector``: see :func:`make_runner`. After an error the former hook stays in
+        ``token``, ``collector``: see :class:`Runner`. After an error the former hook stays in
         use.
         """
         runner = target = None
@@ -168,7 +147,7 @@ class Adapter(ABC):
         """
         return self._collector.stats(self.group.size(), last if self._runner else None)
 
-    def regroup(self, key_of: Callable[[str], Hashable]) -> None:  # noqa: B027
+    def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Rebuild the buckets by the keys of parameters' names, where the wrapper can do that."""
 
     def start_recording(self) -> None:
@@ -218,3 +197,23 @@ class Adapter(ABC):
 
     def _listen(self) -> None:
         self._collector.listener = None if self.recording is None else self.recording.runs.append
+
+
+def make_runner(
+    hook: CommHook, group: dist.ProcessGroup, device: torch.device, *others: Any
+) -> Runner:
+    """Return a runner for ``hook``, as the backend of ``group`` for ``device`` needs it.
+
+    Collective: connects the stage groups that the hook is known to need. Arguments are those of
+    :class:`~commhooks.runtime.runner.Runner`.
+    """
+    backend = group._get_backend(device).name()  # noqa: SLF001
+    is_threaded = backend == "gloo" and group.size() > 1
+    kind = ThreadedRunner if is_threaded else StreamRunner
+    runner = kind(hook, group, device, *others)
+    try:
+        runner.connect(hook.collectives(group.rank(), group.size()))
+    except BaseException:
+        runner.close()
+        raise
+    return runner

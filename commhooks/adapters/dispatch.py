@@ -16,50 +16,39 @@ from commhooks.errors import CommHookError
 from reducer import DistributedDataParallel
 
 
-def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
-    return lambda model: isinstance(model, kind)
-
-
 def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to the module itself."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes long to import
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def _fsdp_adapter(model: nn.Module) -> Adapter:
-    from commhooks.adapters.fsdp import FSDPAdapter  # imports torch's FSDP
+def _maker_of(model: nn.Module) -> Callable[[Any], Adapter] | None:
+    """Return what makes the adapter of this kind of model, if there is one."""
+    if isinstance(model, DistributedDataParallel):
+        return DDPAdapter
+    if isinstance(model, TorchDistributedDataParallel):
+        return TorchDDPAdapter
+    if is_fully_sharded(model):
+        from commhooks.adapters.fsdp import FSDPAdapter  # imports torch's FSDP
 
-    return FSDPAdapter(model)
-
-
-def _is_replicated(model: nn.Module) -> bool:
-    """Return whether torch's ``replicate``, of the time before FSDP2, was applied to the module."""
-    module = "torch.distributed._composable.replicate"
-    return any((c.__module__, c.__name__) == (module, "DDP") for c in type(model).mro())
+        return FSDPAdapter
+    kinds = {(kind.__module__, kind.__name__) for kind in type(model).mro()}
+    return _replicate_adapter if _REPLICATED in kinds else None
 
 
 def _replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
-    """Return the adapter of torch's wrapper, which ``replicate`` makes in the first forward.
-
-    The wrapper has a list of the module's parameters, named "0", "1", ...
-    """
+    """Return the adapter of torch's wrapper, which ``replicate`` makes in the first forward."""
     from torch.distributed._composable.replicate import replicate  # imports FSDP2 as well
 
     state: Any = replicate.state(model)
     if not state.has_initialized:
         state.lazy_init()
-    names = {str(index): name for index, name in enumerate(state._param_names)}  # noqa: SLF001
-    return TorchDDPAdapter(state._ddp, model, names)  # noqa: SLF001
+    return TorchDDPAdapter(state._ddp, model)  # noqa: SLF001
 
 
 _WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
-_ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = [
-    (_is(DistributedDataParallel), DDPAdapter),
-    (_is(TorchDistributedDataParallel), TorchDDPAdapter),
-    (is_fully_sharded, _fsdp_adapter),
-    (_is_replicated, _replicate_adapter),
-]
-"""Kinds of models and their adapters. The first that fits is used."""
+_REPLICATED = ("torch.distributed._composable.replicate", "DDP")
+"""Module and name of the class that torch's ``replicate``, of the time before FSDP2, adds."""
 
 _REFUSED: dict[str, str] = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
@@ -117,7 +106,7 @@ def adapter_of(model: nn.Module) -> Adapter:
             "would be averaged twice; wrap the module once, or pass it to the library unwrapped"
         )
     if model not in _adapters:
-        make = next((make for fits, make in _ADAPTERS if fits(model)), None)
+        make = _maker_of(model)
         if make is None or _refused(model):
             raise CommHookError(_refusal(model))
         _adapters[model] = make(model)
@@ -136,7 +125,7 @@ def _refusal(model: nn.Module) -> str:
         where = f"{found} with {type(module).__name__} at {name!r}" if name else found
         if reason := _refused(module):
             return f"hooks cannot be registered on {where}: {reason}"
-        if name and any(fits(module) for fits, _ in _ADAPTERS):
+        if name and _maker_of(module):
             return f"expected the wrapped model itself, found {where}; register the hook on that"
     if not dist.is_initialized():
         return (

@@ -31,7 +31,6 @@ from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
-from reducer.agreement import values_of_ranks
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
@@ -110,14 +109,6 @@ class FSDPAdapter(Adapter):
         return self._group
 
     @property
-    def rank(self) -> int:
-        return self.group.rank() * self._shards + self._shard
-
-    @property
-    def world_size(self) -> int:
-        return self.group.size() * self._shards
-
-    @property
     def units(self) -> list[list[str]]:
         return [list(unit.parameters()) for unit in self._units]
 
@@ -139,12 +130,6 @@ class FSDPAdapter(Adapter):
             raise failure
         return token
 
-    def problem_of_any(self, problem: str | None) -> str | None:
-        for group in self.shard_groups:
-            found = values_of_ranks(problem, group, self.device, "the comparison of a shard group")
-            problem = problem or next((each for each in found if each), None)
-        return problem
-
     def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work between replicas of shards."""
         if not isinstance(hook, CommHook):
@@ -154,10 +139,10 @@ class FSDPAdapter(Adapter):
                 "or a CommHook"
             )
         for each in tree(hook):
-            if declares(each, "skips_steps") and self._shards > 1:
+            if declares(each, "skips_steps") and self.shards > 1:
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but each of the "
-                    f"{self._shards} ranks of a sharded replica sees other gradients, and would "
+                    f"{self.shards} ranks of a sharded replica sees other gradients, and would "
                     "skip other steps. Check the norm that clip_grad_norm_() returns instead: it "
                     "is the same on all ranks"
                 )
@@ -295,7 +280,7 @@ class FSDPAdapter(Adapter):
         self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
         self._add_span("hook", bucket.index(), start_ns, bucket, AllReduce.name)
 
-    def _end_backward(self, *, succeeded: bool) -> None:
+    def _end_backward(self, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
         if not launched:
             return
@@ -341,14 +326,6 @@ class FSDPAdapter(Adapter):
         """Return a text that is the same on ranks whose buckets match."""
         units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
         return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
-
-    @property
-    def _shards(self) -> int:
-        return self.shard_groups[0].size() if self.shard_groups else 1
-
-    @property
-    def _shard(self) -> int:
-        return self.shard_groups[0].rank() if self.shard_groups else 0
 
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -23,7 +23,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,8 @@ UnitReduction = Callable[[Tensor, Any], None]
 """Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
 
 
-class EndOfBackward(Protocol):
-    """Called at the end of backward with whether it ``succeeded``. May raise."""
-
-    def __call__(self, *, succeeded: bool) -> None: ...
+EndOfBackward = Callable[[bool], None]
+"""Called at the end of backward with whether it has succeeded. May raise."""
 
 
 class Unit:
@@ -179,7 +177,7 @@ class Unit:
         state = self._state()
         assert state is not None
         if not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
-            Variable._execution_engine.queue_callback(functools.partial(end, succeeded=True))  # noqa: SLF001
+            Variable._execution_engine.queue_callback(functools.partial(end, True))  # noqa: SLF001
 
     def collective(self, name: str) -> Any:
         """Return the object that does the "reduce_scatter" or "all_gather" of the unit."""
@@ -290,9 +288,9 @@ def _finish(state: Any, end: EndOfBackward) -> None:
     try:
         type(state())._root_post_backward_final_callback(state())  # noqa: SLF001
     except BaseException:
-        end(succeeded=False)
+        end(False)
         raise
-    end(succeeded=True)
+    end(True)
 
 
 _Mark: TypeAlias = tuple[int, int, int] | None

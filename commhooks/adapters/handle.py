@@ -238,11 +238,12 @@ class HookHandle:
         record_on_current_stream(saved["state"])
         return saved
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | CommHookStateError) -> None:
         """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
 
         A state of other ranks can be loaded if it has the parts of all: then the errors of each
-        replica are the mean of what the replicas had.
+        replica are the mean of what the replicas had. Integrations pass an error in place of a
+        state that cannot be read.
 
         Raises:
             CommHookStateError: The state is damaged, or from another hook, rank or model, on this

@@ -69,7 +69,7 @@ class CommHookState:
             raise CommHookError("this CommHookState has a module already; create another state")
         self._module = inner_module(module)
         trained = list(_trained(self._module).values())
-        self._sparse = SparseGradients(self._module, trained, fill_unused=True)
+        self._sparse = SparseGradients(self._module, trained, self._module, fill_unused=True)
         self._group = process_group
         self._handle = HookHandle(self._module, awaited=self._hook)
         keep(self._module, self._handle)

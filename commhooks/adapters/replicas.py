@@ -1,8 +1,6 @@
 """Notice models of ranks that are no longer equal."""
 
-import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.dispatch import unwrap
@@ -28,30 +27,17 @@ class AgreesInSomeSteps(Protocol):
         """Return whether all ranks have the same model before the step with this number."""
 
 
-class ReplicaCheck(AbstractContextManager["ReplicaCheck"]):
-    """Compares the model of this rank with the others' now and then: :func:`check_replicas`.
+class _ReplicaCheck:
+    """Compares the model of this rank with the others' now and then: :func:`check_replicas`."""
 
-    A context manager that ends the checks.
-    """
-
-    def __init__(self, model: nn.Module, adapter: Adapter, every: int) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, adapter: Adapter, every: int) -> None:
         self._every = every
         self._equal_before: int | None = None  # this step, the last one that was compared
         self._next = adapter.steps
         self._pending: _Comparison | None = None
-        # First, because that of FSDP2 gathers the parameters.
-        self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
-    def remove(self) -> None:
-        """End the checks. The result of one that is under way is dropped."""
-        self._hook.remove()
-        self._pending = None
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def _before_forward(self, model: nn.Module, *_: object) -> None:
+    def __call__(self, model: nn.Module, *_: object) -> None:
+        """Tell what the last comparison has found, and begin the next one if it is time."""
         handle = handle_of(model)
         is_step = model.training and torch.is_grad_enabled()
         if handle is None or not handle.is_registered or not is_step:
@@ -83,7 +69,7 @@ class ReplicaCheck(AbstractContextManager["ReplicaCheck"]):
         )
 
 
-def check_replicas(model: nn.Module, *, every: int = 100) -> ReplicaCheck:
+def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
     """Compare the parameters of all ranks every ``every`` steps, bit by bit.
 
     Before the forward of such a step, each rank adds up the words of each parameter, which is one
@@ -101,7 +87,7 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> ReplicaCheck:
         every: The number of steps from one comparison to the next.
 
     Returns:
-        ReplicaCheck: ``remove()`` ends the checks.
+        RemovableHandle: ``remove()``, or leaving it as a context, ends the checks.
 
     Raises:
         CommHookError: The model has no hook, or ``every`` is less than one.
@@ -117,7 +103,9 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> ReplicaCheck:
         )
     if every < 1:
         raise CommHookError(f"check_replicas: expected every >= 1, found {every}")
-    return ReplicaCheck(unwrap(model), handle.adapter, every)
+    check = _ReplicaCheck(handle.adapter, every)
+    # First, because that of FSDP2 gathers the parameters.
+    return unwrap(model).register_forward_pre_hook(check, prepend=True)
 
 
 class _Comparison:

@@ -24,7 +24,7 @@ class SparseGradients:
     Args:
         wrapped: The module that torch's wrapper has got.
         parameters: Those that are averaged.
-        module: The module whose embeddings count, if that is only a list of its parameters.
+        module: The module whose embeddings count; ``wrapped`` may be a list of its parameters.
         fill_unused: Whether the wrapper allows unused parameters.
     """
 
@@ -32,7 +32,7 @@ class SparseGradients:
         self,
         wrapped: nn.Module,
         parameters: Collection[Tensor],
-        module: nn.Module | None = None,
+        module: nn.Module,
         *,
         fill_unused: bool,
     ) -> None:
@@ -40,7 +40,7 @@ class SparseGradients:
         self.parameters = [parameter for parameter in parameters if parameter in expected]
         """Parameters with sparse gradients. Each has a bucket of its own."""
         self._filled: list[Tensor] = []  # in this step
-        for parameter in sparse_parameters(module or wrapped).intersection(parameters):
+        for parameter in sparse_parameters(module).intersection(parameters):
             _listen(parameter, functools.partial(_fit_layout, parameter in expected))
         if self.parameters and fill_unused:
             for parameter in parameters:  # torch looks when the first gradient of a step has come
@@ -88,10 +88,8 @@ def completed(tensor: Tensor) -> Future[Tensor]:
 
 def _expected(wrapped: nn.Module) -> set[Tensor]:
     """Return the parameters for which torch expects sparse gradients: the first owner decides."""
-    owner: dict[Tensor, nn.Module] = {}
-    for module in wrapped.modules():
-        for parameter in module.parameters(recurse=False):
-            owner.setdefault(parameter, module)
+    last_first = reversed(list(wrapped.modules()))
+    owner = {parameter: each for each in last_first for parameter in each.parameters(recurse=False)}
     return {
         parameter
         for parameter, module in owner.items()

@@ -3,7 +3,6 @@
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -27,8 +26,6 @@ from commhooks.runtime.recording import Recording, Run, Stage
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.peers import peer_error
-
-__all__ = ["TorchAdapter", "TorchDDPAdapter", "completed"]
 
 
 class TorchAdapter(Adapter):
@@ -235,27 +232,20 @@ class TorchAdapter(Adapter):
 class TorchDDPAdapter(TorchAdapter):
     """Registers itself as the one hook that torch allows per model; what it calls can be replaced.
 
-    ``replicated``: the module whose parameters the wrapper has, if it has a list of them; then
-    ``names`` are those that hooks get in place of the wrapper's.
+    ``replicated``: the module whose parameters the wrapper has, if it only has a list of them.
     """
 
     def __init__(
-        self,
-        model: TorchDistributedDataParallel,
-        replicated: nn.Module | None = None,
-        names: Mapping[str, str] | None = None,
+        self, model: TorchDistributedDataParallel, replicated: nn.Module | None = None
     ) -> None:
-        parameters = {
-            names[name] if names else name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in model.parameters_to_ignore
-        }
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        averaged = {p for name, p in named if p.requires_grad and name not in ignored}
+        module = replicated or model.module
+        parameters = {name: each for name, each in module.named_parameters() if each in averaged}
         device = next(iter(parameters.values())).device
         fills = model.find_unused_parameters or model.static_graph
-        sparse = SparseGradients(model.module, parameters.values(), replicated, fill_unused=fills)
-        super().__init__(
-            replicated or model.module, model.process_group, device, parameters, sparse
-        )
+        sparse = SparseGradients(model.module, parameters.values(), module, fill_unused=fills)
+        super().__init__(module, model.process_group, device, parameters, sparse)
         self._reducer = model.reducer
         if self.sparse and getattr(model, "skip_all_reduce_unused_params", False):
             raise CommHookError(

@@ -9,11 +9,10 @@ from typing import IO, Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from commhooks.costs.timeline import Span
-from commhooks.costs.units import format_rate
+from commhooks.costs.timeline import Span, Timing
+from commhooks.costs.units import format_duration, format_rate
 from commhooks.lab.comparison import Comparison, Row
 from commhooks.lab.simulation import Study
 from commhooks.planning import Plan, Problem
@@ -58,6 +57,8 @@ _OTHER = "#a9745b"  # wrappers and hooks of other packages
 _DASHES = ("-", "--", ":", "-.")
 _WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
 _BAR_HEIGHT = 0.16
+_LANES = ("backward", "hooks", "network")
+_OF_BUCKETS = ("#3b82c4", "#5aa9e6")
 
 Panel = Callable[[Axes], None]
 
@@ -197,43 +198,26 @@ def _rows(comparison: Comparison, link: str) -> list[Row]:
     return [row for row in comparison.rows if row.link == link]
 
 
-# ------------------------------------------------------------------------------------ a plan
-
-_LANES = ("backward", "hooks", "network")
-_OF_BUCKETS = ("#3b82c4", "#5aa9e6")
-
-
 def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
     """Draw a step before and after, bucket by bucket."""
     before, after = problem.spans({}), problem.spans(plan.hook_of())
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    _draw_spans(upper, before, f"plain averaging: {plan.before.step_seconds * 1e3:.0f} ms a step")
-    _draw_spans(lower, after, f"with the plan: {plan.after.step_seconds * 1e3:.0f} ms a step")
-    lower.set_xlabel("milliseconds since backward began")
-    figure.savefig(path, dpi=120)
+    end = max(span.end for span in (*before, *after))
+    panels: list[Panel] = [
+        partial(_draw_spans, spans=before, title="plain averaging", timing=plan.before, end=end),
+        partial(_draw_spans, spans=after, title="with the plan", timing=plan.after, end=end),
+    ]
+    save(panels, path)
 
 
-def _draw_spans(axes: Axes, spans: list[Span], title: str) -> None:
+def _draw_spans(axes: Axes, spans: list[Span], title: str, timing: Timing, end: float) -> None:
     for span in spans:
-        lane = _lane(span)
-        axes.barh(
-            _LANES.index(lane),
-            (span.end - span.start) * 1e3,
-            left=span.start * 1e3,
-            height=0.7,
-            color=GRAY if lane == "backward" else _OF_BUCKETS[span.bucket % 2],
-            alpha=1.0 if lane == "backward" else 0.6,
-            edgecolor="white",
-            linewidth=0.5,
-        )
-    ends = [span.end for span in spans if span.work == "backward"]
-    axes.axvline(max(ends, default=0.0) * 1e3, color=GRAY, linestyle=":")
-    axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, title=title)
+        lane = {"backward": 0, "unpack": 0, "hook": 1}.get(span.work, 2)
+        color = _OF_BUCKETS[span.bucket % 2] if lane else GRAY
+        axes.barh(lane, span.end - span.start, 0.7, span.start, color=color, edgecolor="white")
+    launched = max((span.end for span in spans if span.work == "backward"), default=0.0)
+    axes.axvline(launched, color=GRAY, linestyle=":")
+    title = f"{title}: {format_duration(timing.step_seconds)} a step"
+    axes.set(title=title, xlabel="time since backward began", xlim=(0, end))
+    axes.set_yticks(range(len(_LANES)), _LANES)
     axes.invert_yaxis()
-
-
-def _lane(span: Span) -> str:
-    if span.work in ("backward", "unpack"):
-        return "backward"
-    return "hooks" if span.work == "hook" else "network"
+    axes.xaxis.set_major_formatter(EngFormatter("s"))

@@ -26,9 +26,7 @@ The reducer's own averages are not watched: all 17 that lost a peer in the middl
 within 4 s.
 """
 
-import atexit
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -37,6 +35,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commhooks.comm.threads import start_thread
 from reducer.peers import close_connections
 
 _TAG = 0
@@ -57,10 +56,7 @@ class PeerWatch:
         self._lock = threading.Lock()
         works = [pair.recv([torch.empty(1)], 1 - pair.rank(), _TAG) for pair in self._pairs]
         for work in works:
-            name = "commhooks-watch"
-            thread = threading.Thread(target=self._wait, args=(work,), name=name, daemon=True)
-            _threads.add(thread)
-            thread.start()
+            start_thread("commhooks-watch", self._wait, work)
 
     def close(self) -> None:
         """Close the connections, which the neighbors see."""
@@ -77,17 +73,6 @@ class PeerWatch:
             on_loss, self._on_loss = self._on_loss, None
         if on_loss is not None:
             on_loss()
-
-
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _join_threads() -> None:
-    # A thread that returns from C++ while the interpreter shuts down would crash it. The threads of
-    # runners have ended before, and have closed all connections.
-    for thread in list(_threads):
-        thread.join(2.0)
 
 
 def ring_pairs(rank: int, ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,6 @@ same. A rank that shares no subgroup with any of them learns of the failure in t
 all ranks take part.
 """
 
-import atexit
 import functools
 import threading
 import time
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.comm.peer_watch import PeerWatch, ring_pairs
+from commhooks.comm.threads import start_thread
 from commhooks.errors import CommHookPeerError
 from reducer.peers import call_within, close_connections, is_peer_loss
 
@@ -181,7 +181,8 @@ class StageGroups:
         while self._groups:
             _, groups = self._groups.popitem()
             while groups:
-                _drop([groups.pop()])  # no other reference may exist, not even here
+                # The destructor waits for pending collectives; no other reference may exist.
+                start_thread("commhooks-drop", [groups.pop()].clear)
 
     def close(self) -> None:
         """Make :meth:`open` raise, on whatever thread it is waiting."""
@@ -251,21 +252,3 @@ def _clone(store: Store) -> Store:
         raise
     except RuntimeError:
         return store
-
-
-_droppers: set[threading.Thread] = set()
-
-
-def _drop(references: list[Any]) -> None:
-    """Drop the last reference to a process group. Its destructor waits for pending collectives."""
-    thread = threading.Thread(target=references.clear, name="commhooks-drop", daemon=True)
-    _droppers.difference_update([other for other in _droppers if not other.is_alive()])
-    _droppers.add(thread)
-    thread.start()
-
-
-@atexit.register
-def _join_droppers() -> None:
-    # A thread that returns from C++ while the interpreter shuts down would crash it.
-    for thread in list(_droppers):
-        thread.join(2.0)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.costs.timeline import replay
 from commhooks.errors import CommHookError
+from commhooks.hook.options import Made
 
 _TERMS: tuple[Callable[[float], float], ...] = (lambda _: 1.0, lambda n: 1 / n, lambda n: n)
 _FORMS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))  # simplest first
@@ -41,7 +43,7 @@ class DryRuns:
     Each size has one trace for every kind of step, with the share of steps that are of this kind.
     """
 
-    by_size: Mapping[int, Sequence[tuple[float, StepTrace]]]
+    by_size: Mapping[Annotated[int, Made(int)], Sequence[tuple[float, StepTrace]]]  # keys of JSON
     ranks_per_node: int
 
     @cached_property

@@ -17,10 +17,11 @@ import inspect
 import itertools
 import operator
 import re
+import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union
 
@@ -75,6 +76,9 @@ def _parse_dtype(name: Any) -> torch.dtype:
     return dtype
 
 
+_CONTAINERS = {list: list, Sequence: list, tuple: tuple, dict: dict, Mapping: dict}
+"""The types that are made for those in annotations."""
+
 parsers: dict[type, Callable[[Any], Any]] = {torch.dtype: _parse_dtype}
 """Functions that make an instance of a type from a string or a mapping."""
 
@@ -96,7 +100,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         if not any(value == member and type(value) is type(member) for member in members):
             raise ValueError(f"it is not one of {', '.join(map(repr, members))}")
         return value
-    if origin in (list, tuple, dict):
+    if origin in _CONTAINERS:
         return _convert_items(hint, value, path)
     kind = type(None) if hint is None else origin or hint
     if kind is Any or not isinstance(kind, type):  # or a type variable: accept everything
@@ -107,6 +111,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         for base in kind.__mro__:
             if base in parsers:
                 return _parse(parsers[base], value, path)
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
+        return from_json(kind, value)
     _check_instance(kind, hint, value)
     return value
 
@@ -176,22 +182,23 @@ def _convert_to_any(hints: tuple[Any, ...], value: Any, path: str) -> Any:
 
 def _convert_items(hint: Any, value: Any, path: str) -> Any:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
-    accepted: Any = {list: list, tuple: list | tuple, dict: Mapping}[origin]
+    accepted: Any = {list: list, dict: Mapping, Mapping: Mapping}.get(origin, list | tuple)
+    make: Any = _CONTAINERS[origin]
     if not isinstance(value, accepted):
         raise ValueError(f"it is not of type {type_name(origin)}")
-    if origin is dict:
+    if make is dict:
         return {
             _convert_item(members[0], key, "key", key, path): _convert_item(
                 members[1], item, "item", key, path
             )
             for key, item in value.items()
         }
-    if origin is list or members[-1:] == (Ellipsis,):
+    if make is list or members[-1:] == (Ellipsis,):
         members = members[:1] * len(value)
     if len(members) != len(value):
         raise ValueError(f"it has {len(value)} items instead of {len(members)}")
     pairs = enumerate(zip(members, value, strict=True))
-    return origin(_convert_item(member, item, "item", i, path) for i, (member, item) in pairs)
+    return make(_convert_item(member, item, "item", i, path) for i, (member, item) in pairs)
 
 
 def _convert_item(hint: Any, item: Any, what: str, name: object, path: str) -> Any:
@@ -374,6 +381,21 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     return value
+
+
+def from_json(kind: type[Instance], data: Mapping[str, Any]) -> Instance:
+    """Return an instance of a dataclass from JSON's types: the inverse of ``dataclasses.asdict``.
+
+    Missing fields have their defaults. Data of another form raises KeyError, TypeError or
+    ValueError.
+    """
+    hints, fields = typing.get_type_hints(kind, include_extras=True), dict(data)
+    for name, value in fields.items():
+        try:
+            fields[name] = convert(hints[name], value, name)
+        except ValueError as error:
+            raise ValueError(f"{name}: found {reprlib.repr(value)}: {error}") from None
+    return kind(**fields)
 
 
 def instances_in(

@@ -60,7 +60,8 @@ from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.fsdp import FSDPAdapter
 from commhooks.adapters.fsdp_units import Unit
 from commhooks.adapters.handle import HookHandle, check_unused, keep
-from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
+from commhooks.adapters.sparse_gradients import completed
+from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, check_nesting, tree
 from commhooks.hook.capabilities import Elastic, declares
@@ -124,10 +125,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 f"the gradients of {', '.join(names)} are sparse, which is not supported here; "
                 "create their embeddings with sparse=False"
             )
-        averager = _Averager(self)
-        check_unused(made, averager)
-        averager.follow(manager, replicas, made, self)
-        keep(self, _Handle(self, averager))
+        _Averager(self).follow(manager, replicas, made, self)
 
 
 def register(
@@ -161,12 +159,7 @@ def register(
             f"hook {made!r} averages in every step, which is not supported here for sharded "
             "models; use `local_sgd` or `diloco`"
         )
-    averager = _ShardedAverager(model)
-    check_unused(made, averager)
-    averager.follow(manager, replicas, made, model)
-    handle = _Handle(model, averager)
-    keep(model, handle)
-    return handle
+    return _ShardedAverager(model).follow(manager, replicas, made, model)
 
 
 class _Handle(HookHandle):
@@ -209,8 +202,9 @@ class _Members(Adapter):
 
     def follow(
         self, manager: Manager, replicas: ProcessGroupWrapper, hook: CommHook, model: nn.Module
-    ) -> None:
-        """Let ``hook`` average over the members of the manager's quorums."""
+    ) -> HookHandle:
+        """Let ``hook`` average over the members of the manager's quorums. Return its handle."""
+        check_unused(hook, self)
         self._manager = manager
         self._replicas = replicas
         self.hook = hook
@@ -222,6 +216,9 @@ class _Members(Adapter):
             self._elastic.follow_commits()
             manager.register_state_dict_fn(f"commhooks{self._token}", self._load, self._save)
             model.register_forward_pre_hook(self._begin_step, prepend=True)
+        handle = _Handle(model, self)
+        keep(model, handle)
+        return handle
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -383,9 +380,9 @@ class _ShardedAverager(_Members, FSDPAdapter):
         if failure is not None:
             raise failure
 
-    def _end_backward(self, *, succeeded: bool) -> None:
+    def _end_backward(self, succeeded: bool) -> None:
         launched = self._launched
-        super()._end_backward(succeeded=succeeded)
+        super()._end_backward(succeeded)
         if launched and succeeded:
             self._end_step_of_members(self._step)
 

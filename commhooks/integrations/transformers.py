@@ -9,8 +9,6 @@
     trainer.train()
 """
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,9 @@ class CommHookCallback(TrainerCallback):
     Every rank writes a file into each checkpoint, and reads it when training resumes.
 
     Args:
-        trainer: The Trainer that gets the callback; callbacks are passed the bare model only.
+        trainer: The Trainer that gets the callback. It tells callbacks neither the wrapped model
+            nor the checkpoint that it resumes from.
         hook: As in :func:`commhooks.register`.
-        resume_from: The checkpoint that ``trainer.train(resume_from_checkpoint=...)`` resumes from,
-            if it is not in ``output_dir``.
         **options: The options of a named hook.
 
     Raises:
@@ -46,25 +43,22 @@ class CommHookCallback(TrainerCallback):
         CommHookStateError: When training resumes: a rank lacks its state. On every rank.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        hook: AnyHook,
-        /,
-        *,
-        resume_from: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, trainer: Trainer, hook: AnyHook, /, **options: Any) -> None:
         self.handle: HookHandle | None = None
         """The handle of the hook, once training has begun."""
         self._trainer = trainer
         self._hook = hook
         self._options = options
-        self._resume_from = resume_from
+        self._resumes_from: str | None = None
+        load = trainer._load_optimizer_and_scheduler  # noqa: SLF001
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+        def load_from(checkpoint: str | None) -> None:
+            self._resumes_from = checkpoint
+            load(checkpoint)
+
+        trainer._load_optimizer_and_scheduler = load_from  # noqa: SLF001
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Register the hook, and load its state if training resumes."""
         if not dist.is_initialized():
             raise CommHookError(
@@ -74,28 +68,12 @@ class CommHookCallback(TrainerCallback):
         model = self._trainer.model_wrapped
         if self.handle is None or handle_of(model) is not self.handle:  # train() is called again
             self.handle = register(model, self._hook, **self._options)
-        if state.global_step > 0:
-            folder = Path(self._resume_from or _checkpoint(args, state))
-            problem = None if self._resume_from else _difference(folder, state)
-            load_states({"model": self.handle}, folder, problem)
+        folder, self._resumes_from = self._resumes_from, None
+        if folder is not None:
+            load_states({"model": self.handle}, folder)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write this rank's state into the checkpoint."""
         if self.handle is not None and not args.save_only_model:
-            save_states({"model": self.handle}, _checkpoint(args, state))
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _difference(folder: Path, state: TrainerState) -> str | None:
-    """Return why ``folder``, a guess, is not the checkpoint that training resumes from."""
-    file = folder / "trainer_state.json"
-    advice = "pass CommHookCallback(..., resume_from=) the checkpoint that train() resumes from"
-    if not file.exists():
-        return f"there is no such checkpoint; {advice}"
-    logged = TrainerState.load_from_json(str(file)).log_history
-    if json.dumps(logged) != json.dumps(state.log_history):
-        return f"training resumes from another checkpoint of that step; {advice}"
-    return None
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            save_states({"model": self.handle}, folder)

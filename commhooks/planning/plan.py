@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from commhooks.costs.records import from_json
 from commhooks.costs.timeline import Timing
 from commhooks.costs.units import aligned
 from commhooks.errors import CommHookStateError
+from commhooks.hook.options import from_json
 
 _FORMAT = 1
 """The version of the JSON that :meth:`Plan.to_json` returns."""

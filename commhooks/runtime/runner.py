@@ -1,8 +1,8 @@
-"""Runners, which run a hook for a wrapped model, and the runner of each backend."""
+"""The base of runners, which run a hook for a wrapped model; each backend needs another one."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,22 +10,45 @@ from torch import Tensor
 from torch.futures import Future
 
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import any_declares, declares
+from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
-from commhooks.runtime.stream_runner import StreamRunner
-from commhooks.runtime.threaded_runner import ThreadedRunner
 from reducer import GradBucket
 
 
-class Runner(Protocol):
-    """Runs one hook on bucket after bucket. The reducer can call it in place of a torch hook."""
+class Runner(ABC):
+    """Runs one hook on bucket after bucket. The reducer can call it in place of a torch hook.
 
-    name: str
-    """The hook's name, for error messages and profiles."""
-    checks_finite: bool
-    """Whether the reducer is to tell which buckets are finite: :meth:`GradBucket.all_finite`."""
-    collector: StatsCollector
-    """The costs of the executions."""
+    Args:
+        hook: The hook to run.
+        group: The ranks to average over.
+        device: The device of the buckets.
+        token: A number that is the same on all ranks and that no other runner uses.
+        collector: That of an earlier runner of the hook, to continue its statistics.
+    """
 
+    def __init__(
+        self,
+        hook: CommHook,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        token: int,
+        collector: StatsCollector | None = None,
+    ) -> None:
+        self.name = hook.name
+        """The hook's name, for error messages and profiles."""
+        self.checks_finite = declares(hook, "checks_finite")
+        """Whether the reducer is to tell which buckets are finite: GradBucket.all_finite."""
+        self.collector = collector or StatsCollector()
+        """The costs of the executions."""
+        self._times_launches = any_declares(hook, "times_launches")
+        self._hook = hook
+        self._group = group
+        self._device = device
+        self._token = token
+        self._stream = SideStream(device)
+
+    @abstractmethod
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``; return a future of the average.
 
@@ -34,6 +57,7 @@ class Runner(Protocol):
         what the hook raised if that is no Exception, such as SystemExit.
         """
 
+    @abstractmethod
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect what :meth:`CommHook.collectives` returned. Blocks until all ranks do so.
 
@@ -41,6 +65,7 @@ class Runner(Protocol):
         first step.
         """
 
+    @abstractmethod
     def end_step(self, index: int, step: int) -> Future[Tensor]:
         """End a step after ``index`` buckets without a last one.
 
@@ -48,9 +73,11 @@ class Runner(Protocol):
         that ended the step. Its value means nothing.
         """
 
+    @abstractmethod
     def abandon(self) -> None:
         """End the current step early: buckets on their way fail, on all ranks."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Wait until the exchanges that have begun are over. Their errors show where they are used.
 
@@ -58,36 +85,13 @@ class Runner(Protocol):
         further calls. Raises CommHookError if a failure has ended the hook for good.
         """
 
+    @abstractmethod
     def between_steps(self) -> AbstractContextManager[None]:
         """Read or change what the hook keeps inside this context: Note [Streams and lifetimes].
 
         Flushes first. Tensors that leave it need :func:`record_on_current_stream` after it.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Release threads and connections. The runner is not used afterwards."""
-
-
-def make_runner(
-    hook: CommHook,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    token: int,
-    collector: StatsCollector | None = None,
-) -> Runner:
-    """Return a runner for ``hook``, as the backend of ``group`` for ``device`` needs it.
-
-    ``token`` is a number that is the same on all ranks and that no other runner uses. Collective:
-    connects the stage groups that the hook is known to need. ``collector``: that of an earlier
-    runner of the hook, to continue its statistics.
-    """
-    backend = group._get_backend(device).name()  # noqa: SLF001
-    is_threaded = backend == "gloo" and group.size() > 1
-    kind = ThreadedRunner if is_threaded else StreamRunner
-    runner = kind(hook, group, device, token, collector)
-    try:
-        runner.connect(hook.collectives(group.rank(), group.size()))
-    except BaseException:
-        runner.close()
-        raise
-    return runner

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,11 @@ from torch.futures import Future
 from commhooks.comm.exchange import NOT_BEGUN, Exchange, new_future
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
-from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import all_declare, any_declares, declares
+from commhooks.hook.base import tree
+from commhooks.hook.capabilities import all_declare, any_declares
 from commhooks.runtime.execution import ExchangeExecution, HookExecution, check_capture
+from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
-from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import is_peer_loss
 
@@ -24,12 +25,11 @@ SENDS_ALONE = False
 """Whether collectives of one rank are issued. For tests on one device, which has one rank."""
 
 
-class StreamRunner:
-    """A :class:`~commhooks.runtime.runner.Runner` for backends that complete collectives in order.
+class StreamRunner(Runner):
+    """Runs hooks on backends that complete collectives in order.
 
     On NCCL, waiting for a collective orders streams and returns at once. The hook has a stream of
     its own, so communication still overlaps with backward. With one rank nothing is issued.
-    Arguments are those of :class:`~commhooks.runtime.threaded_runner.ThreadedRunner`.
 
     Note [Order on the model's group]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -53,32 +53,16 @@ class StreamRunner:
     ends: backward has raised the error, and the time-out of the process group ends the others.
     """
 
-    def __init__(
-        self,
-        hook: CommHook,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        token: int,
-        collector: StatsCollector | None = None,
-    ) -> None:
-        self.collector = collector or StatsCollector()
-        self.name = hook.name
-        self.checks_finite = declares(hook, "checks_finite")
-        self._is_capturable = all_declare(hook, "capturable")
-        self._times_launches = any_declares(hook, "times_launches")
-        self._hook = hook
-        self._group = group
-        self._device = device
-        self._token = token
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_capturable = all_declare(self._hook, "capturable")
         self._private: dict[str, PrivateGroups] = {}  # by purpose
         self._failure: str | None = None
-        self._stream = SideStream(device)
-        self._exchange_stream = SideStream(device)
+        self._exchange_stream = SideStream(self._device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
         self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Run the hook on ``bucket``. Errors are set in the future."""
         check_capture(self._hook, self._device, may=self._is_capturable)
         execution = HookExecution(self._hook, bucket, self._group)
         execution.launch(self._stream, timed=self._times_launches)

@@ -15,8 +15,9 @@ import torch
 
 from commhooks.errors import CommHookStateError
 from commhooks.state.entries import put
-from commhooks.state.files import Handle, warn_of_no_state
+from commhooks.state.files import Handle
 from commhooks.state.layout import Source, layout_of
+from commhooks.state.saved import NoStateError
 
 if TYPE_CHECKING:  # it takes seconds to import
     from torch.distributed.checkpoint.storage import StorageReader
@@ -89,10 +90,7 @@ class HookState:
                 cannot be used on another number of ranks.
         """
         self._reader = None
-        if not state_dict:  # what state_dict() returned for a checkpoint without hooks
-            warn_of_no_state(self.handle)
-            state_dict = self.handle.state_dict() | {"step": 0, "state": {}}
-        self.handle.load_state_dict(state_dict)
+        self.handle.load_state_dict(state_dict or NoStateError())  # {} of :meth:`state_dict`
 
     def _stored(self) -> dict[tuple[Any, ...], Any]:
         """Return what the checkpoint has of the hook, by its path in the state."""

@@ -1,8 +1,7 @@
 """The states of hooks in files: one that rank 0 writes, or one per rank."""
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.layout import Ranks
+from commhooks.state.saved import NoStateError
 
 KEY = "commhooks"
 """The key of the state in the checkpoints of other libraries."""
@@ -29,7 +29,7 @@ class Handle(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any] | CommHookStateError, /) -> None: ...
 
 
 class GatheredState:
@@ -77,21 +77,8 @@ def add_state(handle: Handle, checkpoint: dict[str, Any]) -> None:
 
 def load_state_of(handle: Handle, checkpoint: Mapping[str, Any], key: str = KEY) -> None:
     """Load what :func:`add_state` added. Collective."""
-    if not isinstance(handle.hook, CommHook):
-        return
-    if key in checkpoint:
-        handle.load_state_dict(checkpoint[key])
-    else:
-        warn_of_no_state(handle)
-
-
-def warn_of_no_state(handle: Handle) -> None:
-    """Warn that a checkpoint was saved without a hook."""
-    warnings.warn(
-        f"the checkpoint has no state of a hook, so {handle.hook!r} begins without one, at its "
-        "first step",
-        stacklevel=3,
-    )
+    if isinstance(handle.hook, CommHook):
+        handle.load_state_dict(checkpoint.get(key) or NoStateError())
 
 
 def save_states(handles: Mapping[str, Handle], folder: str | os.PathLike[str]) -> None:
@@ -104,63 +91,36 @@ def save_states(handles: Mapping[str, Handle], folder: str | os.PathLike[str]) -
     unfinished.replace(path)
 
 
-def load_states(
-    handles: Mapping[str, Handle],
-    folder: str | os.PathLike[str],
-    problem: str | None = None,
-) -> None:
+def load_states(handles: Mapping[str, Handle], folder: str | os.PathLike[str]) -> None:
     """Load what :func:`save_states` wrote on the same rank. Collective.
 
-    If no rank has a file, training goes on without states, with a warning. ``problem``: why this
-    rank cannot load, if the caller knows.
-
     Raises:
-        CommHookStateError: A rank lacks its file, or its state is damaged or of another hook, rank
-            or model; on every rank.
+        CommHookStateError: See :meth:`HookHandle.load_state_dict`; or a rank lacks its file, or it
+            is damaged. If all ranks lack it, that is a warning.
     """
     handles = _with_state(handles)
-    if not handles:
-        return
-    path = _path(folder)
-    states, found = _read(path, set(handles))
-    problem = problem or found
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if set(problems) == {_MISSING}:
-        warnings.warn(
-            f"{folder} was saved without the states of hooks: what they had not sent is lost",
-            stacklevel=2,
-        )
-        return
-    if any(problems):
-        rank = next(rank for rank, each in enumerate(problems) if each)
-        raise CommHookStateError(
-            f"[rank {dist.get_rank()}] rank {rank} cannot load {_path(folder, rank)}: "
-            f"{problems[rank]}. Each rank needs the file that it saved; no rank has loaded one"
-        )
+    states = _read(_path(folder), handles.keys())
     for key, handle in handles.items():
         handle.load_state_dict(states[key])
 
 
-_MISSING = "there is no such file"
-
-
-def _read(path: Path, expected: set[str]) -> tuple[dict[str, Any], str | None]:
-    """Return the states, or why there are none."""
+def _read(path: Path, keys: Set[str]) -> dict[str, Any]:
+    """Return the states, or in place of each why there are none."""
     if not path.exists():
-        return {}, _MISSING
+        return dict.fromkeys(keys, NoStateError(f"there is no file {path}"))
     try:
-        states = torch.load(path)
-        found = set(states)
+        states: dict[str, Any] = torch.load(path)
+        if states.keys() == keys:
+            return states
+        problem = f"expected states of {sorted(keys)}, found {sorted(states)}"
     except Exception as error:
-        return {}, f"{type(error).__name__}: {error}"
-    if found != expected:
-        return {}, f"expected the states of models {sorted(expected)}, found {sorted(found)}"
-    return states, None
+        problem = f"{type(error).__name__}: {error}"
+    text = f"cannot load {path}: {problem}. Each rank needs the file that it saved"
+    return dict.fromkeys(keys, CommHookStateError(text))
 
 
-def _path(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
-    return Path(folder) / f"commhooks_{dist.get_rank() if rank is None else rank}.pt"
+def _path(folder: str | os.PathLike[str]) -> Path:
+    return Path(folder) / f"commhooks_{dist.get_rank()}.pt"
 
 
 def _with_state(handles: Mapping[str, Handle]) -> dict[str, Handle]:

@@ -1,34 +1,57 @@
 """How ranks are arranged: as replicas times shards; one shard without sharding."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Ranks(Protocol):
-    """The ranks that train a model together, as its adapter knows them."""
+class Ranks(ABC):
+    """The ranks that train a model together, and what this one has of the model."""
 
     device: torch.device
+    """Where the gradients are."""
+
     parameters: dict[str, Tensor]
+    """The parameters that hooks average, by the names that :class:`CommHook` uses."""
+
     steps: int
+    """The number of steps so far: synchronized backward passes, on FSDP2 those of an optimizer.
+
+    A resumed run sets it.
+    """
+
+    shard_groups: Sequence[dist.ProcessGroup] = ()
+    """The groups of ranks that share parameters with this one; none if ranks have whole ones."""
 
     @property
-    def rank(self) -> int: ...
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gradients are averaged over."""
 
     @property
-    def world_size(self) -> int: ...
+    def shards(self) -> int:
+        """The number of ranks that share each parameter; 1 if ranks have whole ones."""
+        return self.shard_groups[0].size() if self.shard_groups else 1
 
     @property
-    def group(self) -> dist.ProcessGroup: ...
+    def rank(self) -> int:
+        """The number of this rank among all that train the model together."""
+        shard = self.shard_groups[0].rank() if self.shard_groups else 0
+        return self.group.rank() * self.shards + shard
 
     @property
-    def shard_groups(self) -> Sequence[dist.ProcessGroup]: ...
+    def world_size(self) -> int:
+        """The number of ranks that train the model together."""
+        return self.group.size() * self.shards
 
-    def whole(self, name: str) -> tuple[torch.Size, int] | None: ...
+    def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
+        """Return the shape of a shared parameter, and the dimension that it is cut in."""
+        return None
 
 
 class Layout(NamedTuple):
@@ -77,8 +100,7 @@ class Source(NamedTuple):
 
 def layout_of(ranks: Ranks) -> Layout:
     """Return the layout of the ranks of a model."""
-    replicas = ranks.group.size()
-    return Layout(replicas, ranks.world_size // replicas)
+    return Layout(ranks.group.size(), ranks.shards)
 
 
 def rows_of(size: int, shard: int, shards: int) -> range:

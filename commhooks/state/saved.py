@@ -1,6 +1,7 @@
 """Save and load the state of a hook."""
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,8 +43,18 @@ def saved_state(hook: CommHook, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def load_state(saved: Mapping[str, Any], hook: CommHook, ranks: Ranks) -> None:
+class NoStateError(CommHookStateError):
+    """There is no state to load, as in a checkpoint from before a hook was used."""
+
+    def __init__(self, text: str = "the checkpoint has no state of a hook") -> None:
+        super().__init__(text)
+
+
+def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ranks: Ranks) -> None:
     """Load a state on all ranks, or on none. Collective.
+
+    An error in its place says why this rank has none. If all have a :class:`NoStateError`, the hook
+    begins without a state, with a warning.
 
     Raises:
         CommHookStateError: See :meth:`HookHandle.load_state_dict`.
@@ -51,9 +62,12 @@ def load_state(saved: Mapping[str, Any], hook: CommHook, ranks: Ranks) -> None:
     here = layout_of(ranks)
     loading = _Loading(hook, ranks)
     outcome = loading.outcome
+    outcome.is_missing = isinstance(saved, NoStateError)
     sources: list[Source] = []
     spread: Spread | None = None
     with loading.attempt():
+        if isinstance(saved, CommHookStateError):
+            raise saved
         _check_form(saved)
         _check_hook(saved, hook)
         outcome.step = saved["step"]
@@ -63,6 +77,10 @@ def load_state(saved: Mapping[str, Any], hook: CommHook, ranks: Ranks) -> None:
             spread.add({source: saved["state"].get(str(source), {}) for source in sources})
             outcome.sums = spread.described()
     of_ranks = loading.compare()
+    if isinstance(saved, CommHookStateError):  # on all ranks
+        warnings.warn(f"{saved}, so {hook!r} begins without a state, at step 0", stacklevel=3)
+        load_state(saved_state(hook, ranks) | {"step": 0, "state": {}}, hook, ranks)
+        return
     layout = next((each.layout for each in of_ranks if each.layout is not None), here)
     if layout != here:
         spread = spread or Spread(hook, ranks, layout)  # this rank has no part of the state
@@ -94,6 +112,8 @@ class _Outcome:
     rank: int
     failure: str = ""
     """Why it has loaded nothing."""
+    is_missing: bool = False
+    """Whether that is because there is nothing to load."""
     step: int = 0
     layout: Layout | None = None
     """The layout of the ranks that saved the state; None: there is no state."""
@@ -134,6 +154,8 @@ class _Loading:
             for others in values_of_ranks(found, group, ranks.device, what):
                 found |= others
         of_ranks = [found[rank] for rank in sorted(found)]
+        if all(each.is_missing for each in of_ranks):
+            return of_ranks
         if problem := self.outcome.failure or _mismatch(of_ranks, layout_of(ranks).shards):
             raise CommHookStateError(
                 f"[rank {ranks.rank}] {problem}. No rank has loaded its state"
@@ -147,7 +169,7 @@ def _mismatch(of_ranks: Sequence[_Outcome], shards: int) -> str | None:
     layout = next((each for each in of_ranks if each.layout is not None), first)
     for each in of_ranks:
         if each.failure:
-            return f"rank {each.rank} refused its state: {each.failure}"
+            return f"rank {each.rank} cannot load its state: {each.failure}"
     for each in of_ranks:
         if each.step != first.step:
             return (

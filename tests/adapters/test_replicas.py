@@ -111,20 +111,19 @@ def equal_for_long(rank: int, world_size: int) -> list[int]:
     net = make_net()
     model = DistributedDataParallel(net, find_unused_parameters=True)
     commhooks.register(model, "powersgd", rank=1, start_step=0)
-    check = check_replicas(model, every=4)
+    check_replicas(model, every=4)
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
-    compared = []
-    for _ in range(8):
-        train(model, optimizer, rank, 1)
-        if check._pending is not None:
-            compared.append(check._pending.step)
-        with torch.no_grad():
-            model(torch.ones(4, 5))
-        if rank == 0:
-            model.eval()
-            model.module(torch.ones(4, 5))
-            model.train()
-    return compared
+    made = replicas._Comparison
+    with patch.object(replicas, "_Comparison", side_effect=made) as compared:
+        for _ in range(8):
+            train(model, optimizer, rank, 1)
+            with torch.no_grad():
+                model(torch.ones(4, 5))
+            if rank == 0:
+                model.eval()
+                model.module(torch.ones(4, 5))
+                model.train()
+    return [call.args[2] for call in compared.call_args_list]
 
 
 def test_equal_models_are_compared_now_and_then() -> None:

@@ -16,8 +16,8 @@ from commhooks.costs.prediction import (
     predict,
     seconds_at,
 )
-from commhooks.costs.records import from_json
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
+from commhooks.hook.options import from_json
 
 SIZES = [2, 4, 32]
 ALL = Members(1, spans_nodes=True)

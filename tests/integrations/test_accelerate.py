@@ -169,8 +169,8 @@ def resume(rank: int, size: int, root: Path) -> None:
     accelerator.wait_for_everyone()
     content = file.read_bytes()
     cases: list[tuple[tuple[int, ...], bytes | None, str]] = [
-        ((1,), None, "rank 1 cannot load .*commhooks_1.pt: there is no such file.*no rank has"),
-        ((0,), content[:100], "rank 0 cannot load"),
+        ((1,), None, r"rank 1.* there is no file .*commhooks_1.pt.*No rank has"),
+        ((0,), content[:100], "rank 0.* cannot load .*commhooks_0.pt"),
         ((0, 1), content.replace(b"int8", b"int4"), "found that of 'int4'"),
     ]
     for ranks, written, message in cases:
@@ -184,7 +184,7 @@ def resume(rank: int, size: int, root: Path) -> None:
     accelerator.wait_for_everyone()
     file.unlink()
     accelerator.wait_for_everyone()
-    with pytest.warns(UserWarning, match="without the states of hooks"):
+    with pytest.warns(UserWarning, match=r"no file .*pt, so .* begins without a state"):
         accelerator.load_state(folder)
 
 

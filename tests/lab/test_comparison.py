@@ -38,7 +38,7 @@ from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.remote import Side, TrainingError, Turn
+from commhooks.lab.comparison.remote import Side, TrainingError
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS
@@ -328,11 +328,12 @@ def _take_turns(rank: int) -> None:
     before = [parameter.detach().clone() for parameter in side.module.parameters()]
     wrappers_before = _wrappers()
 
-    def gradients_of(turn: Turn, _: object) -> list[Tensor]:
-        turn.step()
-        return [gradient.clone() for gradient in turn.gradients()]
+    def own_gradients() -> list[Tensor]:
+        with side.turn(BARE, 0) as (turn, _):
+            turn.step()
+            return [gradient.clone() for gradient in turn.gradients()]
 
-    own = side.take_turn(BARE, 0, gradients_of)
+    own = own_gradients()
     configs = [{"name": "bf16"}, {"name": "powersgd", "rank": 1}, {"name": "shifting"}]
     for entry in (TORCH, *(Entry(config["name"], config) for config in configs)):
         side.time_block(entry, 0, 2)
@@ -340,7 +341,7 @@ def _take_turns(rank: int) -> None:
         assert _wrappers() <= wrappers_before
         assert all(map(torch.equal, before, side.module.parameters()))
         # A wrapper that is still alive would average them.
-        assert all(map(torch.equal, own, side.take_turn(BARE, 0, gradients_of)))
+        assert all(map(torch.equal, own, own_gradients()))
 
 
 def _wrappers() -> set[int]:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
+from commhooks.adapters import adapter
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.runtime import runner
 from commhooks.runtime.stream_runner import StreamRunner
 
 _FRESH_PAIRS = 50
@@ -130,11 +130,11 @@ def test_models_with_process_groups_of_their_own(run_ranks: Any, hook: str) -> N
 
 def train_in_order(rank: int, size: int, hook: str) -> None:
     """As on NCCL: hooks run on the thread of backward, which also connects."""
-    threaded, runner.ThreadedRunner = runner.ThreadedRunner, StreamRunner
+    threaded, adapter.ThreadedRunner = adapter.ThreadedRunner, StreamRunner
     try:
         train(rank, size, "own", hook, "sum", 2, 3, groups=False)
     finally:
-        runner.ThreadedRunner = threaded
+        adapter.ThreadedRunner = threaded
 
 
 @pytest.mark.parametrize("hook", ["int8", "connects in backward"])

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
+from commhooks.adapters import adapter
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.hook.capabilities import all_declare
-from commhooks.runtime import runner, side_stream, stream_runner, threaded_runner
+from commhooks.runtime import side_stream, stream_runner, threaded_runner
 from commhooks.runtime.execution import check_capture
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stream_runner import StreamRunner
 
 CPU = torch.device("cpu")
-on_an_ordered_backend = patch.object(runner, "ThreadedRunner", StreamRunner)
+on_an_ordered_backend = patch.object(adapter, "ThreadedRunner", StreamRunner)
 
 # They multiply matrices, which autocast does in half precision.
 MULTIPLYING: list[dict[str, Any]] = [
@@ -283,7 +284,7 @@ def test_a_graph_captures_hooks_that_declare_it(monkeypatch: pytest.MonkeyPatch,
 def ask_while_capturing(rank: int, size: int, is_ordered: bool) -> str:
     kind = StreamRunner if is_ordered else threaded_runner.ThreadedRunner
     model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
-    with patch.object(runner, "ThreadedRunner", kind):
+    with patch.object(adapter, "ThreadedRunner", kind):
         commhooks.register(model, "int8")
     refusal = commhooks.CommHookError("the stream is captured")
     with (

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks.adapters import adapter
+from commhooks.adapters.adapter import make_runner
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares
-from commhooks.runtime.runner import make_runner
 from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.adapters import adapter
-from commhooks.runtime.runner import make_runner
+from commhooks.adapters.adapter import make_runner
 from commhooks.runtime.stream_runner import StreamRunner
 
 

@@ -53,7 +53,7 @@ from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError
-from commhooks.runtime import execution, side_stream, stream_runner, threaded_runner
+from commhooks.runtime import execution, hook_thread, side_stream, stream_runner, threaded_runner
 from reducer import native as reducer_native
 
 __all__ = ["Simulation", "simulated"]
@@ -409,7 +409,7 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield wrapped(TorchAdapter, "run", torchs_bucket)
     yield wrapped(FSDPAdapter, "_reduce", all_reduce_of_fsdp)
     yield wrapped(Communicator, "_pending", collective)
-    yield wrapped(threaded_runner._Thread, "_main", watched)
+    yield wrapped(hook_thread.HookThread, "_main", watched)
     yield wrapped(reducer_native, "pack", native_call)
     for name, function in vars(native).items():
         if callable(function) and not isinstance(function, type):

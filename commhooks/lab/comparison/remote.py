@@ -30,8 +30,9 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,6 @@ _WARM_UP = 2
 
 _SEED = 20190530
 
-_Result = TypeVar("_Result")
 Steps = Iterator[Callable[[], float]]
 
 
@@ -241,9 +241,10 @@ class Side:
         The mean is that of the bare model's gradients.
         """
         if entry != BARE and not self._mean:
-            self._mean = self.take_turn(BARE, FIRST_STEP, _mean_of_step)
-
-        def work(turn: Turn, peak: MemoryPeak) -> FirstSteps:
+            with self.turn(BARE, FIRST_STEP) as (turn, _):
+                turn.step()
+                self._mean = list(map(_mean, turn.gradients()))
+        with self.turn(entry, FIRST_STEP) as (turn, peak):
             turn.step()
             error = None if entry == BARE else _error(turn.gradients(), self._mean)
             peak.begin()  # again, because computing the error does not count
@@ -252,22 +253,16 @@ class Side:
                 turn.step()
             return FirstSteps(error, peak.nbytes(), turn.costs()[0])
 
-        return self.take_turn(entry, FIRST_STEP, work)
-
     def time_block(self, entry: Entry, done: int, steps: int) -> Block:
         """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps."""
-        self._mean = []
-
-        def work(turn: Turn, _peak: MemoryPeak) -> Block:
-            times = []
+        self._mean, times = [], list[StepTimes]()
+        with self.turn(entry, FIRST_STEP + done - _WARM_UP) as (turn, _):
             for index in range(_WARM_UP + steps):
                 if index == _WARM_UP:
                     turn.begin_counting()
                 times.append(turn.step())
                 turn.clear()
             return Block(tuple(times[_WARM_UP:]), *turn.costs())
-
-        return self.take_turn(entry, FIRST_STEP + done - _WARM_UP, work)
 
     def begin_training(self, entry: Entry, function: str) -> None:
         """Train from the first step, with parameters of its own; free an earlier training."""
@@ -282,21 +277,19 @@ class Side:
         self._run.step()
         return self._run.validate() if validate else None
 
-    def take_turn(
-        self, entry: Entry, first_step: int, work: Callable[[Turn, MemoryPeak], _Result]
-    ) -> _Result:
-        """Do the work in a turn of the entry, see Note [One model for all entries]."""
+    @contextmanager
+    def turn(self, entry: Entry, first_step: int) -> Iterator[tuple[Turn, MemoryPeak]]:
+        """Let the entry take a turn, see Note [One model for all entries]."""
         parameters = list(self.module.parameters()) if entry.changes_parameters else []
         before = [parameter.detach().clone() for parameter in parameters]
         peak = MemoryPeak()
         turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
-        result = work(turn, peak)
-        del turn
+        yield turn, peak
+        vars(turn).clear()  # which the caller still refers to
         for parameter, value in zip(parameters, before, strict=True):
             parameter.detach().copy_(value)
         self.module.zero_grad(set_to_none=True)
         free_memory()
-        return result
 
 
 def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
@@ -307,11 +300,6 @@ def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
     )
     norm = sum(exact.double().square().sum().item() for exact in mean)
     return math.sqrt(error / norm) if norm else math.nan
-
-
-def _mean_of_step(turn: Turn, _peak: MemoryPeak) -> list[Tensor]:
-    turn.step()
-    return [_mean(gradient) for gradient in turn.gradients()]
 
 
 def _mean(gradient: Tensor) -> Tensor:

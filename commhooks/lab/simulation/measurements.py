@@ -8,8 +8,9 @@ and sizes need no new ones, and a machine that has the hardware can measure for 
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns
-from commhooks.costs.records import from_json
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import bucket_key_of, native_of
+from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of
@@ -171,16 +172,16 @@ class RankSide:
         self.roles = roles_of(self._model)
         self._profile: tuple[tuple[Any, ...], StepProfile] | None = None
 
-    def profile(self, hook: CommHook) -> StepProfile:
+    def profile(self, key_of: Callable[[str], Hashable]) -> StepProfile:
         """Return the profile that consecutive hooks with the same buckets share."""
-        keys = tuple(bucket_key_of(hook, name) for name in self.parameters)
+        keys = tuple(map(key_of, self.parameters))
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
             dist.barrier(self._together)
             step = profile(
                 self._model,
                 lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
-                hook,
+                key_of,
                 self.alone,
                 bucket_cap_mb=self.job.bucket_cap_mb,
             )
@@ -195,7 +196,7 @@ class RankSide:
         hook = create(config)
         with as_launched(job.ranks_per_node):
             prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
-        step = self.profile(hook)
+        step = self.profile(partial(bucket_key_of, hook))
         is_native = native_of(create(config), self.alone) is not None
         dist.barrier(self._together)
         by_size = {

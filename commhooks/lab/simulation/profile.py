@@ -1,9 +1,8 @@
 """Profile the engine with a model: which buckets it makes and when."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ from torch.futures import Future
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
 from commhooks.costs.step_trace import BucketTrace, StepTrace
-from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import bucket_key_of
 from reducer import GradBucket
 
 _WARM_UP = 2  # buckets are rebuilt after the first step
@@ -42,20 +39,20 @@ class StepProfile:
 def profile(
     model: nn.Module,
     forward: Callable[[nn.Module], Tensor],
-    hook: CommHook,
+    key_of: Callable[[str], Hashable],
     alone: dist.ProcessGroup,
     *,
     bucket_cap_mb: float | None = None,
 ) -> StepProfile:
-    """Run a few steps in the group ``alone``, of one rank, with the buckets that ``hook`` wants.
+    """Run a few steps in the group ``alone``, of one rank.
 
-    ``forward`` maps the wrapped model to a loss. The hook must be prepared; it does not run.
+    ``forward`` maps the wrapped model to a loss. Only parameters with equal keys share a bucket.
     """
     wrapped = wrap(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
     adapter = adapter_of(wrapped)
     recorder = _Recorder(model)
     adapter.install(recorder)
-    adapter.regroup(partial(bucket_key_of, hook))
+    adapter.regroup(key_of)
     for _ in range(_WARM_UP):
         _step(wrapped, forward, recorder)
     steps: list[StepTrace] = []
