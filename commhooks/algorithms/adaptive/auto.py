@@ -32,7 +32,7 @@ from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.planner import Candidates, Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
-from commhooks.algorithms.wrappers.table import HookTable, check_candidate
+from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
 from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
@@ -46,9 +46,6 @@ from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket
 from reducer.native import NativeHook
-
-_STATE_KEY = "0000000000000000"
-"""In the form of a bucket's key, because the state is that of no parameter."""
 
 Candidate = Annotated[CommHook, Made(hook_of_spec)]
 PlanOption = Annotated[Plan | None, Made(plan_of)]
@@ -223,7 +220,7 @@ class Auto(KnowsModel, CommHook):
         self._table.drop_sent()
         if self._measuring is not None and self._measuring.course.plan is not None:
             text = bytearray(json.dumps(self._measuring.course.to_json()).encode())
-            self.state = {_STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
+            self.state = {STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,7 +230,7 @@ class Auto(KnowsModel, CommHook):
             return
         course = Course()
         try:
-            if entry := self.state.get(_STATE_KEY):
+            if entry := self.state.get(STATE_KEY):
                 course = Course.from_json(json.loads(bytes(entry["json"].tolist())))
             self._measuring.load(course)
             self._use_plan()

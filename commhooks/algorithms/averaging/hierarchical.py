@@ -53,6 +53,7 @@ the state of a hook would be on the wrong rank; and low-rank hooks would find no
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Annotated, cast
 
 import torch
@@ -153,12 +154,15 @@ class Hierarchical(CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
-        self.ranks_per_node = check_nodes(self.ranks_per_node, group)
-        self._local_rank = group.rank() % self.ranks_per_node
-        self._node = ranks_of_node(group.rank(), self.ranks_per_node)
+        self.ranks_per_node = per_node = check_nodes(self.ranks_per_node, group)
+        self._local_rank = group.rank() % per_node
+        self._node = ranks_of_node(group.rank(), per_node)
         self._in_host_memory = PerBucketCache()  # the ranks may be others than before
         own = self.nested_parameters(parameters).get("inner", parameters)
-        self.inner.prepare(own, cast("dist.ProcessGroup", _Nodes(group, self.ranks_per_node)))
+        nodes = SimpleNamespace(  # what hooks use of a group, with nodes as ranks
+            rank=lambda: group.rank() // per_node, size=lambda: group.size() // per_node
+        )
+        self.inner.prepare(own, cast("dist.ProcessGroup", nodes))
 
     def nested_parameters(
         self, parameters: Mapping[str, Tensor]
@@ -289,20 +293,6 @@ class Hierarchical(CommHook):
     def _shards_of(self, bucket: GradBucket) -> "BucketShards":
         shards = self._shards.get(bucket, self.state)
         return shards or self._shards.put(bucket, BucketShards(bucket, self.ranks_per_node))
-
-
-class _Nodes:
-    """The part of a process group that hooks use when they are registered, of nodes as ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
-        self._group = group
-        self._ranks_per_node = ranks_per_node
-
-    def rank(self) -> int:
-        return self._group.rank() // self._ranks_per_node
-
-    def size(self) -> int:
-        return self._group.size() // self._ranks_per_node
 
 
 class BucketShards:

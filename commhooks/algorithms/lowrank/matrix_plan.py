@@ -125,8 +125,8 @@ class MatrixPlan:
 
     def error_entries(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Return all parts of the flat errors, with their keys."""
-        keys, shapes = zip(*self.error_shapes, strict=True) if self.error_shapes else ((), ())
-        return list(zip(keys, _consecutive(flat, shapes), strict=True))
+        views = _consecutive(flat, [shape for _, shape in self.error_shapes])
+        return [(key, view) for (key, _), view in zip(self.error_shapes, views, strict=True)]
 
     def factor_entries(self, side: Side, flat: Tensor) -> list[tuple[str, Tensor]]:
         """Return the factor of each matrix, with its key."""

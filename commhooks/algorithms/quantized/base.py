@@ -155,7 +155,8 @@ class Quantized(KeepsErrors):
         seed = f"{self.seed}:{bucket.key}:{comm.step}:{comm.rank}"
         length = part_length(values.numel(), comm.size)
 
-        messages = _room(values, comm.size, self._codec.encoded_bytes(length))
+        nbytes = self._codec.encoded_bytes(length)
+        messages = values.new_empty((comm.size, nbytes), dtype=torch.uint8)
         number = _bits(f"{seed}:own")
         self._codec.encode(
             values, messages, length, error=own_error, seed=number, keep_residual=keep_residual
@@ -164,7 +165,8 @@ class Quantized(KeepsErrors):
 
         average = values.new_empty(part.stop - part.start, dtype=torch.float32)
         self._codec.average(received, average, length)
-        message = _room(values, 1, self._average_codec.encoded_bytes(length))
+        nbytes = self._average_codec.encoded_bytes(length)
+        message = values.new_empty((1, nbytes), dtype=torch.uint8)
         number = _bits(f"{seed}:average")
         self._average_codec.encode(
             average, message, length, error=average_error, seed=number, keep_residual=keep_residual
@@ -237,11 +239,6 @@ def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
         if not 0 <= start <= numel - count:
             return f"expected 0 to {numel - count}, found {start}"
     return None
-
-
-def _room(values: Tensor, count: int, nbytes: int) -> Tensor:
-    """Return memory for messages."""
-    return values.new_empty((count, nbytes), dtype=torch.uint8)
 
 
 def _bits(seed: str) -> int:

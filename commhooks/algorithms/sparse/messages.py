@@ -133,9 +133,7 @@ def gather_bytes(bucket: GradBucket, count: int, size: int, codec: BlockCodec | 
     """Return the bytes that each of ``size`` ranks sends to gather ``count`` elements of each."""
     buffer = bucket.buffer()
     code = IndexCode.shortest(buffer.numel(), count)
-    if codec is not None and count > 0:
-        return all_gather_bytes(_compact_bytes(code, codec), size)
-    return all_gather_bytes(_message_bytes(code, buffer.dtype), size)
+    return all_gather_bytes(_message_bytes(code, buffer.dtype, codec), size)
 
 
 def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
@@ -161,20 +159,17 @@ def _read_message(message: Tensor, code: IndexCode, dtype: torch.dtype, count: i
     return SparseVector(indices, message[code.nbytes :].view(dtype)[:count], code.numel)
 
 
-def _message_bytes(code: IndexCode, dtype: torch.dtype) -> int:
-    return code.nbytes + code.count * dtype.itemsize
-
-
-def _compact_bytes(code: IndexCode, codec: BlockCodec) -> int:
-    """Return the size of a compact message."""
-    return code.nbytes + codec.encoded_bytes(code.count)
+def _message_bytes(code: IndexCode, dtype: torch.dtype, codec: BlockCodec | None = None) -> int:
+    """Return the size of a message, or of its compact form by a codec."""
+    values = code.count * dtype.itemsize if codec is None else codec.encoded_bytes(code.count)
+    return code.nbytes + values
 
 
 def _quantize_values(
     message: Tensor, code: IndexCode, codec: BlockCodec, dtype: torch.dtype
 ) -> Tensor:
     """Return the compact form of ``message``, whose values are of ``dtype``."""
-    compact = message.new_empty(_compact_bytes(code, codec))
+    compact = message.new_empty(_message_bytes(code, dtype, codec))
     compact[: code.nbytes] = message[: code.nbytes]
     codec.encode(message[code.nbytes :].view(dtype), compact[code.nbytes :].view(1, -1), code.count)
     return compact

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.host_copy import HostCopy
-from commhooks.algorithms.wrappers.table import HookTable, check_candidate
+from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
 from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
@@ -29,8 +29,6 @@ from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 _LOG = logging.getLogger("commhooks")
-_STATE_KEY = "0000000000000000"
-"""In the form of a bucket's key, because the state is that of no parameter."""
 _MOST_SAMPLE = 1 << 20
 _INNER, _FALLBACK = 0, 1
 
@@ -109,7 +107,7 @@ class Guard(KnowsModel, CommHook):
     @property
     def is_fallback(self) -> bool:
         """Whether the fallback is in use."""
-        return _STATE_KEY in self.state
+        return STATE_KEY in self.state
 
     def notes(self) -> list[tuple[int, str]]:
         return sorted(self._notes)
@@ -164,9 +162,9 @@ class Guard(KnowsModel, CommHook):
         is_beyond = error > self.max_error
         if is_beyond == self.is_fallback:
             if is_beyond:
-                self.state = {_STATE_KEY: {"since": torch.tensor(step)}}
+                self.state = {STATE_KEY: {"since": torch.tensor(step)}}
             return
-        self.state = {_STATE_KEY: {"since": torch.tensor(step)}} if is_beyond else {}
+        self.state = {STATE_KEY: {"since": torch.tensor(step)}} if is_beyond else {}
         self._fallbacks += is_beyond
         hook = self.fallback if is_beyond else self.inner
         relation = "exceeds" if is_beyond else "is within"
@@ -183,7 +181,7 @@ class Guard(KnowsModel, CommHook):
             return False
         if not self.is_fallback:
             return True
-        since = int(self.state[_STATE_KEY]["since"])
+        since = int(self.state[STATE_KEY]["since"])
         return self.cooldown is not None and step - since >= self.cooldown
 
     def _use(self) -> None:

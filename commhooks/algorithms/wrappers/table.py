@@ -27,6 +27,8 @@ from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.capabilities import Flag, KeepsOwn, any_declares
 from reducer import GradBucket
 
+STATE_KEY = "0000000000000000"
+"""The key of a state of no parameter, in the form of a bucket's key."""
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}
