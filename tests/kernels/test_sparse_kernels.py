@@ -199,7 +199,7 @@ def run_every_kernel() -> None:
         total = correct_momentum(gradient, error, error.clone(), 0.9)
         select_above(gradient.clone(), error, 1.0)
         vector = SparseVector.of(total, select_largest(total, error, count), torch.float32)
-        vector.subtract_from(total)
+        scatter_add(-vector.values, vector.indices, total)
         copy_if(torch.tensor(True), total, error)
         messages = written([vector] * 2)
         receive(messages, [vector] * 2)
