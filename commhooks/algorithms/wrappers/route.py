@@ -126,7 +126,12 @@ class Route(KnowsModel, CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
             self._routing.begin_step()
-        return await self._routing.reduce(bucket, comm)
+        buffer, contribution = bucket.buffer(), None
+        if comm.wants_contribution:
+            contribution = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
+        average = await self._routing.reduce(bucket, comm, contribution)
+        comm.contribution = contribution
+        return average
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         return self._routing.wire_bytes(bucket, size)
@@ -168,16 +173,14 @@ class Routing:
         ordered = sorted(members.items(), key=operator.itemgetter(0))
         return [(i, BucketPart(bucket, positions)) for i, positions in ordered]
 
-    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Let each hook average its parameters of a bucket."""
-        average, parts, contribution = bucket.buffer(), self.parts(bucket), None
-        if comm.wants_contribution:
-            contribution = torch.zeros_like(average, dtype=at_least_float32(average.dtype))
+    async def reduce(
+        self, bucket: GradBucket, comm: Communicator, contribution: Tensor | None = None
+    ) -> Tensor:
+        """Let each hook average its parameters of a bucket, and write what it has contributed."""
+        average, parts, wants = bucket.buffer(), self.parts(bucket), contribution is not None
         for i, part in parts:
             own = self.next_bucket(i, part)
-            nested = comm.within(
-                self._hooks[i], key=own.key, wants_contribution=comm.wants_contribution
-            )
+            nested = comm.within(self._hooks[i], key=own.key, wants_contribution=wants)
             found = await self.run(i, own, nested)
             if contribution is not None and nested.contribution is not None:
                 part.store(nested.contribution, contribution)
@@ -185,7 +188,6 @@ class Routing:
                 average = found
             else:
                 part.store(found, average)
-        comm.contribution = contribution
         return average
 
     async def run(self, i: int, bucket: GradBucket, comm: Communicator) -> Tensor:
