@@ -109,8 +109,7 @@ class Adapter(Ranks, ABC):
     ) -> None:
         """Use ``hook`` from the next step on, in place of the one that is installed.
 
-        ``token``, ``collector``: see :class:`Runner`. After an error the former hook stays in
-        use.
+        ``token``, ``collector``: see :class:`Runner`. After an error the former hook stays in use.
         """
         runner = target = None
         if isinstance(hook, CommHook) and (target := self._stand_in(hook)) is None:

@@ -104,7 +104,8 @@ def test_forward_and_backward_of_all_ranks_have_the_same_bits(
 
 
 def send_differences(rank: int, size: int, options: dict[str, Any]) -> None:
-    net = shard(mesh_of(1, size)["shard"], reshard_after_forward=False, **options)
+    mesh = mesh_of(2, 2) if size == 4 else mesh_of(1, size)["shard"]
+    net = shard(mesh, reshard_after_forward=False, **options)
     quantized = quantize_all_gather(net, "int4", differences=True)
     seen, sent, mean_errors = watch(net), [0], []
     for _ in range(4):
@@ -140,7 +141,9 @@ def send_differences(rank: int, size: int, options: dict[str, Any]) -> None:
     assert seen[matrices[0]][-1].equal(exact[matrices[0]].to(seen[matrices[0]][-1].dtype))
 
 
-@pytest.mark.parametrize(("size", "options"), [(3, {}), (2, BFLOAT16)], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("size", "options"), [(3, {}), (4, {}), (2, BFLOAT16)], ids=["f32", "replicas", "bf16"]
+)
 def test_differences_come_closer_with_each_gather(
     run_ranks: Any, size: int, options: dict[str, Any]
 ) -> None:

@@ -121,6 +121,10 @@ class Turn:
         """Clear the gradients."""
         self._model.zero_grad(set_to_none=self._workload.set_to_none)
 
+    def close(self) -> None:
+        """Free the wrapper, though a variable may still refer to the turn."""
+        del self._model, self.handle, self._batch
+
     def gradients(self) -> list[Tensor]:
         """Return the gradients of all trained parameters, with zeros for missing ones."""
         return [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
@@ -285,7 +289,7 @@ class Side:
         peak = MemoryPeak()
         turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
         yield turn, peak
-        vars(turn).clear()  # which the caller still refers to
+        turn.close()
         for parameter, value in zip(parameters, before, strict=True):
             parameter.detach().copy_(value)
         self.module.zero_grad(set_to_none=True)
