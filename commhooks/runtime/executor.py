@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
@@ -14,9 +14,9 @@ from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.runtime.execution import HookExecution
 
-Watch = Callable[[Work, Callable[[], None], int], None]
-"""Called with a work, a function and a stage. Must arrange that the function is called on the
-executor's thread when the work has completed, with or without an error."""
+Watch = Callable[[Work, Callable[[], None], Hashable], None]
+"""Called with a work, a function and a key of the stage group. Must arrange that the function is
+called on the executor's thread when the work has completed, with or without an error."""
 
 
 class Owner(ABC):
@@ -190,7 +190,8 @@ class Executor:
             self._owner.fail(execution.refuse(error.with_traceback(None)))
             return
         self._under_way.append(execution)
-        self._watch(execution.work, functools.partial(self._complete, execution), stage)
+        done = functools.partial(self._complete, execution)
+        self._watch(execution.work, done, (collective.members, stage))
         execution.count_bytes(collective)
 
     def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:

@@ -4,7 +4,7 @@ import atexit
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -24,11 +24,13 @@ class HookThread:
 
     The thread starts with the first :meth:`call`, and ends after :meth:`stop`.
 
-    A further thread per stage waits for the Works of that stage, in the order of the calls of
-    :meth:`watch`. A callback of a Work would run Python on a thread of the backend, which must not
-    wait for the GIL; and point-to-point Works of Gloo have no callbacks. As long as such a thread
-    waits, it refers to nothing but the Work, a queue of tokens and the stream. The functions that
-    the tokens stand for are kept here.
+    A further thread per stage group waits for the Works of that group, in the order of the calls
+    of :meth:`watch`. With one thread for several groups, a Work of a later bucket, which a peer
+    issues only after an earlier one, could hide that the earlier one has completed. A callback of
+    a Work would run Python on a thread of the backend, which must not wait for the GIL; and
+    point-to-point Works of Gloo have no callbacks. As long as such a thread waits, it refers to
+    nothing but the Work, a queue of tokens and the stream. The functions that the tokens stand for
+    are kept here.
 
     Args:
         name: The name of the thread.
@@ -45,7 +47,7 @@ class HookThread:
         self._queue: SimpleQueue[int] = SimpleQueue()
         self._functions: dict[int, Callable[[], None]] = {}  # by their tokens in the queue
         self._tokens = itertools.count()
-        self._stages: dict[int, _Works] = {}
+        self._works: dict[Hashable, _Works] = {}  # by stage group
         self._thread: threading.Thread | None = None
         self._waiting: list[threading.Thread] = []
         self._is_stopped = False
@@ -78,14 +80,14 @@ class HookThread:
             self._thread = start_thread(self._name, self._main)
         self._queue.put(self._token_of(function))
 
-    def watch(self, work: Work, function: Callable[[], None], stage: int) -> None:
+    def watch(self, work: Work, function: Callable[[], None], group: Hashable) -> None:
         """Let the thread call ``function`` when ``work`` has completed, with or without an error.
 
         See :class:`Executor`.
         """
-        if stage not in self._stages:
-            self._stages[stage] = self._start_waiting()
-        self._stages[stage].put((work, self._token_of(function)))
+        if group not in self._works:
+            self._works[group] = self._start_waiting()
+        self._works[group].put((work, self._token_of(function)))
 
     def is_alive(self) -> bool:
         """Whether the thread runs. In a forked child it does not."""
@@ -110,7 +112,7 @@ class HookThread:
                 except BaseException as error:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self._executor.fail_because("the runner failed", error)
-        for works in self._stages.values():
+        for works in self._works.values():
             works.put(None)
         self.groups.abandon()
 
@@ -129,8 +131,8 @@ class HookThread:
         """Let new threads wait for what no thread waits for yet; some Work may never complete."""
         while self._waiting:
             leave_thread(self._waiting.pop())
-        for stage, former in self._stages.items():
-            self._stages[stage] = works = self._start_waiting()
+        for group, former in self._works.items():
+            self._works[group] = works = self._start_waiting()
             with suppress(Empty):
                 while True:
                     works.put(former.get_nowait())

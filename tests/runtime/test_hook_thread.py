@@ -65,7 +65,7 @@ def test_functions_are_called_when_works_complete(
     thread.call(adding(called, 7))
     assert called.get() == 7
     assert first.is_awaited.wait(60)
-    assert not second.is_awaited.is_set()  # works of one stage are waited for in order
+    assert not second.is_awaited.is_set()  # works of one group are waited for in order
     first.may_end.set()
     assert [called.get(), called.get()] == [1, 2]
 

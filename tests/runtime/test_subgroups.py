@@ -89,6 +89,20 @@ def test_two_levels_average_exactly_with_random_delays(
     assert run_ranks(train, size, torch_ddp, False) == [[True] * 4] * size
 
 
+def train_late(rank: int, size: int) -> bool:
+    """Bucket 1 comes while rank 1 waits for the next collective of bucket 0 to be connected."""
+    model = make_model(False, 2)
+    commhooks.register(model, TwoLevels())
+    if rank == 1:
+        for weight in model.module.weights:
+            weight.register_hook(lambda _: time.sleep(0.3))
+    return all(map(torch.equal, backward(model, rank, 0), plain_average(size, 0, 2)))
+
+
+def test_collectives_of_other_subgroups_do_not_wait_for_later_buckets(run_ranks: Any) -> None:
+    assert run_ranks(train_late, 2, timeout=20.0) == [True] * 2
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_two_levels_on_the_stream_runner(run_ranks: Any, size: int) -> None:
     try:

@@ -329,7 +329,7 @@ class _Actor(ABC):
         self.completed.remove(function)
         function()
 
-    def _watch(self, work: Any, function: Callable[[], None], stage: int) -> None:
+    def _watch(self, work: Any, function: Callable[[], None], group: Any) -> None:
         work.then = function
         self.works.append(work)
         if work.is_over:
