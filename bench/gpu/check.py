@@ -8,25 +8,21 @@ the machine does not have is left out.
 """
 
 import argparse
-import datetime
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.machine import (
-    NEEDED,
-    SANITIZER,
-    count_workers,
-    describe,
-    find_sanitizer,
-    missing,
-)
-from bench.gpu.stages import Stage, StageResult, run_stage
+from bench.gpu.machine import NEEDED, SANITIZER, count_workers, describe, find_sanitizer, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu-check"
@@ -35,6 +31,12 @@ SECONDS = 520.0
 LEAST_SECONDS = 20.0
 """With less time left, no stage is begun."""
 LOG_BYTES = 200_000
+TAIL_CHARACTERS = 3000
+# The build folder has the kernels. All ranks are on this machine, whose host name need not resolve.
+ENVIRONMENT = {"CUPY_CACHE_DIR": str(WORK / "kernels"), "GLOO_SOCKET_IFNAME": "lo",
+               "NCCL_SOCKET_IFNAME": "lo"}  # fmt: skip
+# The message of compute-sanitizer on machines that do not permit profiling.
+REFUSAL = "Device not supported"
 
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".",
           "--confcutdir", ".", "-p", "no:cacheprovider")  # fmt: skip
@@ -52,44 +54,103 @@ SANITIZED = ("tests/gpu/test_gpu_copies.py", "tests/gpu/test_gpu_sparse_kernels.
              "-k", " or ".join(FEW))  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A command, the most seconds that it gets, and what it needs, in the form of machine.py.
+
+    ``may_time_out``: a time-out is no failure.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_seconds: float
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    may_time_out: bool = False
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended: "passed", "failed", "timed out" or "left out".
+
+    ``last_line``: of its output, without the frame that pytest draws around it, or the reason.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    last_line: str
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the result is a failure."""
+        return self.status not in ("passed", "left out")
+
+
 def stages() -> list[Stage]:
     """Return the stages in order."""
-    # The build folder has the kernels. All ranks are on this machine, whose host name need not
-    # resolve.
-    own = (("CUPY_CACHE_DIR", str(WORK / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
-           ("NCCL_SOCKET_IFNAME", "lo"))  # fmt: skip
     kernels = ("cupy>=13",)
     # Without pytest-xdist there is not the time for all tests.
     workers = ("-n", str(count_workers())) if not missing(["pytest-xdist>=3"]) else ()
     tests = (*PYTEST, *workers, "-p", "no:benchmark", "-m", "gpu")
     # The sanitizer of torch sees torch's operations, and no kernel that gets raw pointers.
-    watched = (*own, ("TORCH_CUDA_SANITIZER", "1"))
+    watched = {"TORCH_CUDA_SANITIZER": "1"}
     # Each tensor has its own allocation, so that memcheck knows where it ends.
-    apart = (*own, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     sanitizer = (find_sanitizer() or SANITIZER, "--error-exitcode", "9", "--tool")
     return [
         Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200),
-        Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
+        Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, kernels),
         *(
             Stage(
                 f"bench {path.stem.removeprefix('test_gpu_')}",
                 (*PYTEST, f"bench/gpu/{path.name}", "-W", "default",
                  f"--benchmark-json={WORK / path.stem}.json"),
                 45,
-                own,
                 (*kernels, "pytest-benchmark>=4"),
             )
             for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
         ),
-        Stage("tests", (*tests, *TESTS), 120, own, kernels, may_time_out=not workers),
-        Stage("conformance", (*tests, CONFORMANCE), 120, own, kernels, may_time_out=not workers),
-        Stage("streams", (*tests, ONE_RANK), 90, watched, kernels, may_time_out=not workers),
+        Stage("tests", (*tests, *TESTS), 120, kernels, may_time_out=not workers),
+        Stage("conformance", (*tests, CONFORMANCE), 120, kernels, may_time_out=not workers),
+        Stage("streams", (*tests, ONE_RANK), 90, kernels, watched, may_time_out=not workers),
         *(
-            Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds, apart,
-                  (*kernels, SANITIZER), may_time_out=True)
+            Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds,
+                  (*kernels, SANITIZER), apart, may_time_out=True)
             for tool, seconds in (("memcheck", 90), ("racecheck", 150))
         ),
     ]  # fmt: skip
+
+
+def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
+    """Run a stage to its end or kill it with all its processes; write its output to ``log``."""
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            stage.command,
+            cwd=directory,
+            env={**os.environ, **ENVIRONMENT, **stage.environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_seconds)
+            status = "passed" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:  # with the processes that the command left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = time.monotonic() - start
+    text = log.read_text(errors="replace")
+    last_line = (text.strip().splitlines() or [""])[-1].strip("= ")
+    if status == "failed" and REFUSAL in text:
+        status = "left out"
+    elif status == "timed out" and stage.may_time_out:
+        status, last_line = "left out", f"not finished after {seconds:.0f} s"
+    return StageResult(stage.name, status, seconds, last_line)
 
 
 def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[StageResult]:
@@ -104,30 +165,25 @@ def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[St
         if reason:
             yield StageResult(stage.name, "left out", 0.0, reason)
             continue
-        limit = min(stage.limit_seconds, left)
+        limit, log = min(stage.limit_seconds, left), logs / f"{stage.name}.log"
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
-        result = run_stage(stage, limit, logs / f"{stage.name}.log", ROOT)
+        result = run_stage(stage, limit, log, ROOT)
         print(f"{stage.name}: {result.status} after {result.seconds:.0f} s", flush=True)
         if result.is_bad:
-            print(result.tail, flush=True)
+            print(log.read_text(errors="replace")[-TAIL_CHARACTERS:], flush=True)
             is_built = stage.name != "build"
         yield result
 
 
-def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
-    """Return what pytest-benchmark wrote, if anything."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("test_gpu_*.json")):
-        if path.stat().st_size:
-            rows += json.loads(path.read_text())["benchmarks"]
-    return [{key: row[key] for key in ("group", "name", "extra_info")} for row in rows]
-
-
 def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
     """Add a result to the run and write its file, and the log of a failure beside it."""
-    columns = ("name", "status", "seconds", "last_line")
-    run["stages"].append({column: getattr(result, column) for column in columns})
-    run["benchmarks"] = benchmarks_of(WORK)
+    run["stages"].append(asdict(result))
+    run["benchmarks"] = [
+        {key: row[key] for key in ("group", "name", "extra_info")}
+        for path in sorted(WORK.glob("test_gpu_*.json"))
+        if path.stat().st_size  # else the benchmarks have not ended
+        for row in json.loads(path.read_text())["benchmarks"]
+    ]
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
@@ -149,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    date = time.strftime("%Y-%m-%d", time.gmtime())
     run: dict[str, Any] = {"date": date, "machine": describe(ROOT), "stages": []}
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     options.output.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -39,11 +39,11 @@ def count_workers() -> int:
     """Return how many tests run at a time, each with up to three processes on the device."""
     import torch
 
-    cores = (os.cpu_count() or 1) // 2
-    if not torch.cuda.is_available():
-        return max(1, min(8, cores))
-    memory = torch.cuda.get_device_properties(0).total_memory >> 30
-    return max(1, min(8, cores, memory // DEVICE_GIB_OF_WORKER))
+    limits = [8, (os.cpu_count() or 1) // 2]
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory >> 30
+        limits.append(memory // DEVICE_GIB_OF_WORKER)
+    return max(1, min(limits))
 
 
 def find_sanitizer() -> str | None:
@@ -55,7 +55,9 @@ def find_sanitizer() -> str | None:
 def describe(directory: Path) -> dict[str, object]:
     """Return the machine, the driver, versions and the commit, as JSON types."""
     import torch
+    from torch.utils import collect_env
 
+    first_line = partial(collect_env.run_and_return_first_line, collect_env.run)
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "devices": [
@@ -63,13 +65,13 @@ def describe(directory: Path) -> dict[str, object]:
             f"{device.multi_processor_count} multiprocessors, sm_{device.major}{device.minor}"
             for device in devices
         ],
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "nvcc": _first_line("nvcc", "--version", last=True),
+        "driver": first_line("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
+        "nvcc": collect_env.get_running_cuda_version(collect_env.run),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if devices else None,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in REPORTED},
-        "commit": _first_line("git", "-C", str(directory), "describe", "--always", "--dirty"),
+        "commit": first_line(f"git -C '{directory}' describe --always --dirty"),
     }
 
 
@@ -88,11 +90,3 @@ def _distributions(name: str) -> tuple[str, ...]:
 
     major, _, _ = (torch.version.cuda or "").partition(".")
     return (f"cupy-cuda{major}x", name) if major else (name,)
-
-
-def _first_line(*command: str, last: bool = False) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    lines = run.stdout.strip().splitlines()
-    return lines[-1 if last else 0] if lines and run.returncode == 0 else None

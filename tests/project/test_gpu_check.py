@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench.gpu import check, machine
+from bench.gpu.check import Stage, StageResult, run_stage
 from bench.gpu.page import sections
-from bench.gpu.stages import Stage, StageResult, run_stage
 
 HANGS = """
 import os, subprocess, sys, time
@@ -35,7 +35,7 @@ def test_a_stage_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     result = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
     assert result.status == "timed out"
     assert result.is_bad
-    child = int(result.tail.split()[1])
+    child = int(result.last_line.split()[1])
     for _ in range(100):
         if not is_running(child):
             return
@@ -49,10 +49,10 @@ def test_status_and_output(tmp_path: Path) -> None:
         "fails",
         (sys.executable, "-c", "import os; print(os.environ['WORD']); raise SystemExit(3)"),
         limit_seconds=60,
-        environment=(("WORD", "found"),),
+        environment={"WORD": "found"},
     )
     result = run_stage(fails, 60, tmp_path / "log", tmp_path)
-    assert (result.status, result.tail.strip()) == ("failed", "found")
+    assert (result.status, result.last_line) == ("failed", "found")
     passes = Stage("passes", (sys.executable, "-c", ""), limit_seconds=60)
     assert run_stage(passes, 60, tmp_path / "log", tmp_path).status == "passed"
 
@@ -67,7 +67,7 @@ def test_a_check_that_takes_long_may_end_early(tmp_path: Path) -> None:
     stage = Stage("slow", (sys.executable, "-c", HANGS), limit_seconds=1, may_time_out=True)
     result = run_stage(stage, 1, tmp_path / "log", tmp_path)
     assert result.status == "left out"
-    assert "not finished after 1 s" in result.tail
+    assert result.last_line == "not finished after 1 s"
 
 
 def collect(stage: Stage) -> tuple[int, str]:
@@ -133,7 +133,7 @@ def test_a_stage_gets_its_limit_or_the_time_that_is_left(clock: Clock, tmp_path:
     results = list(check.run_all(planned, 10.0, tmp_path))
     assert clock.limits == [5, 5, 4]
     assert [result.status for result in results] == ["passed", "passed", "passed", "left out"]
-    assert results[-1].tail == "no time is left"
+    assert results[-1].last_line == "no time is left"
 
 
 def test_a_failure_does_not_end_the_others_but_for_the_build(clock: Clock, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_failure_does_not_end_the_others_but_for_the_build(clock: Clock, tmp_p
     clock.bad = ("build",)
     results = list(check.run_all(planned, 60.0, tmp_path))
     assert [result.status for result in results] == ["failed", "left out", "left out"]
-    assert results[1].tail == "nothing was built"
+    assert results[1].last_line == "nothing was built"
 
 
 def test_what_a_stage_needs_and_the_machine_lacks_is_left_out(clock: Clock, tmp_path: Path) -> None:
@@ -213,9 +213,10 @@ def test_a_cupy_for_another_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.missing(["cupy>=13"]) == ["no cupy-cuda13x"]
 
 
-def test_the_last_line_is_what_pytest_says() -> None:
-    assert StageResult("tests", "passed", 1.0, "x\n=== 3 passed ===\n").last_line == "3 passed"
-    assert StageResult("tests", "passed", 1.0, "").last_line == ""
+def test_the_last_line_is_what_pytest_says(tmp_path: Path) -> None:
+    for output, last_line in {"x\n=== 3 passed ===\n": "3 passed", "": ""}.items():
+        stage = Stage("tests", (sys.executable, "-c", f"print({output!r})"), limit_seconds=60)
+        assert run_stage(stage, 60, tmp_path / "log", tmp_path).last_line == last_line
 
 
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:
