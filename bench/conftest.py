@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(scope="module")
@@ -13,3 +14,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """Return a group of this process alone: of NCCL if there is a CUDA device, else of Gloo."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -1,13 +1,14 @@
-"""The host time of hooks for CUDA tensors, measured without a GPU and without kernels.
+"""The host time of hooks for CUDA tensors, measured on a GPU, or without one and without kernels.
 
-CPU tensors stand for CUDA tensors, and launching a kernel does nothing. Torch's operations run on
-the CPU, where products of small matrices take longer than their launch would. This shows the time
-of Python; gpu/test_gpu_steps.py measures launches on a GPU.
+Without a GPU, CPU tensors stand for CUDA tensors, and launching a kernel does nothing. Torch's
+operations run on the CPU, where products of small matrices take longer than their launch would.
+This shows the time of Python; gpu/test_gpu_codecs.py measures launches as well.
 """
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from reducer import GradBucket
 
 ROUNDS = 300
 WARM_UP = 50
-AIM = "at most 60 microseconds"
 
 
 @dataclass
@@ -66,23 +66,10 @@ def runner_and_bucket(
     return StreamRunner(hook, group, buffer.device, token=0), bucket
 
 
-def measure(
-    benchmark: Any, name: str, device: str, group: dist.ProcessGroup, settle: Callable[[], Any]
-) -> None:
-    """Time passing a bucket until its future is returned; call ``settle`` before rounds."""
-    make, shapes = SUBJECTS[name]
-    numel = sum(torch.Size(shape).numel() for shape in shapes)
-    runner, bucket = runner_and_bucket(make(), shapes, torch.randn(numel, device=device), group)
-    runner(bucket).wait()
-    measure_host_time(benchmark, lambda: runner(bucket), settle)
-    benchmark.extra_info.update(aim=AIM)
-
-
-def measure_host_time(
-    benchmark: Any, function: Callable[[], Any], settle: Callable[[], Any]
-) -> None:
-    """Time calls of ``function``; call ``settle`` before each round."""
+def measure_host_time(benchmark: Any, function: Callable[[], Any]) -> None:
+    """Time calls of ``function``, each after the device has done what the others left to it."""
     gc.collect()
+    settle = torch.cuda.synchronize if torch.cuda.is_initialized() else None
     benchmark.pedantic(function, setup=settle, rounds=ROUNDS, warmup_rounds=WARM_UP)
     if benchmark.stats is not None:  # it is None with --benchmark-disable
         benchmark.extra_info.update(microseconds=1e6 * benchmark.stats.stats.median)
@@ -103,20 +90,18 @@ class Nothing:
             ctypes.memset(indices, 0, 4 * length)
 
 
-@pytest.fixture(scope="module")
-def group(one_thread: None) -> Iterator[dist.ProcessGroup]:
-    """Return a group of world size 1."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.mark.benchmark(group="host: Python per bucket and hook, without kernels")
+@pytest.mark.benchmark(group="host: Python per bucket and hook")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_host_time(
     benchmark: Any, group: dist.ProcessGroup, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measure as on a GPU, with CPU tensors."""
+    """Measure the host time from passing a bucket until its future is returned."""
     monkeypatch.setitem(kernels.BACKENDS, "cpu", Nothing())
-    measure(benchmark, name, "cpu", group, settle=lambda: None)
+    make, shapes = SUBJECTS[name]
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    buffer = torch.randn(sum(math.prod(shape) for shape in shapes), device=device)
+    runner, bucket = runner_and_bucket(make(), shapes, buffer, group)
+    runner(bucket).wait()
+    measure_host_time(benchmark, lambda: runner(bucket))
+    benchmark.extra_info.update(aim="at most 60 microseconds")

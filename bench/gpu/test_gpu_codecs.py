@@ -1,12 +1,13 @@
-"""Codecs and the selection of top-k on 256 MB: the benchmarks of CPUs, on the device."""
+"""Benchmarks of CPUs, on the device: codecs and top-k on 256 MB, and the host time of hooks."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.test_host_time import test_host_time
 from bench.test_kernels import test_decode, test_encode, test_selection
 
-__all__ = ["gradients", "test_decode", "test_encode", "test_selection"]
+__all__ = ["gradients", "test_decode", "test_encode", "test_host_time", "test_selection"]
 
 
 @pytest.fixture(scope="module")

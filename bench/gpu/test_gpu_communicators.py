@@ -56,4 +56,4 @@ def test_host(benchmark: Any, group: dist.ProcessGroup, is_async: bool) -> None:
         if is_async:
             work.wait()
 
-    measure_host_time(benchmark, reduce, torch.cuda.synchronize)
+    measure_host_time(benchmark, reduce)

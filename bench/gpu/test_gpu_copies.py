@@ -1,5 +1,6 @@
 """Packing and unpacking of buckets against a plain copy of memory, and against torch's copies."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,7 @@ from bench.models import parameter_shapes
 from commhooks.lab.networks import GPT2Small
 from reducer import native
 
-
-@pytest.fixture(autouse=True)
-def _kernels() -> None:
-    if not native.has_kernels("cuda"):
-        pytest.skip("built without nvcc")
+pytestmark = pytest.mark.skipif(not native.has_kernels("cuda"), reason="built without nvcc")
 
 
 def gradients(dtype: torch.dtype) -> list[Tensor]:
@@ -46,10 +43,8 @@ def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) 
     native.pack(tensors, flat, 0.5)
     assert torch.equal(flat, torch.cat([(t.float() * 0.5).to(wire).view(-1) for t in tensors]))
     like = flat if way == "pack" else flat_of(tensors, dtype)
-    run = {
-        "pack": lambda: native.pack(tensors, flat, 0.5),
-        "unpack": lambda: native.unpack(flat, tensors),
-    }[way]
+    pack, unpack = partial(native.pack, tensors, flat, 0.5), partial(native.unpack, flat, tensors)
+    run = pack if way == "pack" else unpack
     against_copy(benchmark, run, flat.nbytes + sum(t.nbytes for t in tensors), like)
 
 
@@ -62,17 +57,13 @@ def test_many_small(benchmark: Any, way: str) -> None:
     views = list(flat.split(256))
     native.pack(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
-    to, source = (views, tensors) if way == "pack" else (tensors, views)
+    pack, unpack = partial(native.pack, tensors, flat), partial(native.unpack, flat, tensors)
+    to, source, run = (views, tensors, pack) if way == "pack" else (tensors, views, unpack)
 
     def one_by_one() -> None:
         for destination, gradient in zip(to, source, strict=True):
             destination.copy_(gradient)
 
-    runs = {
-        "torch, one by one": one_by_one,
-        "torch, foreach": lambda: torch._foreach_copy_(to, source),
-        "ours": (lambda: native.pack(tensors, flat))
-        if way == "pack"
-        else (lambda: native.unpack(flat, tensors)),
-    }
+    foreach = partial(torch._foreach_copy_, to, source)
+    runs = {"torch, one by one": one_by_one, "torch, foreach": foreach, "ours": run}
     against_other(benchmark, runs)
