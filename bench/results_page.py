@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import summary
 from bench.auto import tables as auto_tables
-from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, mean, spread
 from bench.fidelity.tasks import TASKS
 from bench.gpu import page as gpu_page
 from bench.slow_link import Race
@@ -84,15 +84,15 @@ def _trainings(document: Document) -> Iterator[str]:
         "compares it with plain averaging on the same data, *allowed* is the limit that the "
         "project aims at."
     )
-    for task in measured_tasks(record):
+    for task, rows in record.rows.items():
         yield f"### {task}, {TASKS[task].steps} steps"
-        for recipe, runs in plain_runs(record, task).items():
+        for recipe, runs in record.plain_runs(task).items():
             losses = [run.loss for run in runs]
             yield (
                 f"Plain averaging, {recipe}: {mean(losses):.4f}; seeds: {len(runs)}, from "
                 f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
             )
-        yield table(row.cells for row in rows(record, task))
+        yield table(row.cells for row in rows)
 
 
 def _auto(document: Document) -> Iterator[str]:
@@ -103,7 +103,8 @@ def _auto(document: Document) -> Iterator[str]:
         "interval of 95 %. A uniform setting is a hook for the whole model whose error is at most "
         "that of `int4`."
     )
-    for entry in document["points"].values():
+    points = document["points"]
+    for entry in points.values() if isinstance(points, dict) else points:  # once by their names
         yield f"### {auto_tables.title(entry)}"
         yield auto_tables.circumstances(entry)
         yield table(auto_tables.point_rows(entry))

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +96,25 @@ class Course:
 class Race:
     """The trainings over one link, from a JSON document.
 
-    ``about``: the model, the link and the machine. ``courses``: by hook. ``goal``: the point where
-    plain averaging has its lowest loss. ``arrivals``: the points at which hooks reach that loss,
-    the earliest first.
+    ``about``: the model, the link and the machine. ``goal``: the point where plain averaging has
+    its lowest loss. ``arrivals``: the points at which hooks reach that loss, the earliest first.
+    ``courses``: by hook, first those of ``arrivals``, then the others by their last loss.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.about: Mapping[str, Any] = document["about"]
-        courses = (from_json(Course, entry) for entry in document["courses"])
-        self.courses = {course.hook: course for course in courses}
-        self.goal = self.courses[PLAIN].lowest
-        arrivals = []
-        for hook, course in self.courses.items():
-            for point in course.points:
-                if point.validation_loss <= self.goal.validation_loss:
-                    arrivals.append((hook, point))
-                    break
-        self.arrivals = dict(sorted(arrivals, key=lambda item: item[1].seconds))
+        courses = [from_json(Course, entry) for entry in document["courses"]]
+        courses.sort(key=lambda course: course.points[-1].validation_loss)
+        self.goal = next(course.lowest for course in courses if course.hook == PLAIN)
+        arrivals = {
+            course.hook: point
+            for course in courses
+            for point in reversed(course.points)  # the first one stays
+            if point.validation_loss <= self.goal.validation_loss
+        }
+        self.arrivals = dict(sorted(arrivals.items(), key=lambda item: item[1].seconds))
+        by_hook = {course.hook: course for course in courses}
+        self.courses = {hook: by_hook[hook] for hook in (*self.arrivals, *by_hook)}
 
     def speed_up(self, hook: str, other: str) -> float:
         """Return the time of another hook to that loss, divided by that of ``hook``."""
@@ -133,39 +136,27 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
     The loss after a step therefore does not depend on the number of steps planned.
     """
-    recipe = adamw(lr=PEAK_RATE, fused=True)
     held_out = TEXT.validation(rank, world_size)
     module: nn.Module = getattr(model, "module", model)
-    (optimizer,) = recipe.optimizers(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)
-    )
-    for step in itertools.count():
-        optimizer.zero_grad()
-        model(*TEXT.batch(0, step, rank)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
-        optimizer.step()
-        schedule.step()
+    batches = (TEXT.batch(0, step, rank) for step in itertools.count())
+    recipe = adamw(lr=PEAK_RATE, fused=True)
+    for _ in recipe.train(model, batches, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)):
         yield lambda: module(*held_out).item()
 
 
-def run(hook: str, ranks: Ranks, steps: int, goal: float) -> dict[str, Any]:
+def run(hook: str, size: int, rate: float, steps: int, goal: float) -> dict[str, Any]:
     """Train with one hook for some steps, or until the validation loss ``goal``: a Course."""
-    ranks.make(Side, Workload(MODEL))
-    before = _bare_step_seconds(ranks), os.getloadavg()[0]
-    ranks.do(Side.begin_training, Entry.of(hook), TRAINING)
-    points: list[TrainingPoint] = []
-    while not points or (points[-1].step < steps and points[-1].validation_loss > goal):
-        for _ in range(STRIDE - 1):
-            ranks.do(Side.train, False)
-        points.append(point := ranks.do(Side.train, True)[0])
-        print(
-            f"\n  step {point.step}: {point.seconds:.1f} s, {point.wire_bytes / 1e6:.1f} MB, "
-            f"validation loss {point.validation_loss:.4f}",
-            end="",
-            flush=True,
-        )
-    after = _bare_step_seconds(ranks), os.getloadavg()[0]
+    with shaped_link(size, rate) as hosts, Ranks(size, hosts) as ranks:
+        ranks.make(Side, Workload(MODEL))
+        before = _bare_step_seconds(ranks), os.getloadavg()[0]
+        ranks.do(Side.begin_training, Entry.of(hook), TRAINING)
+        points: list[TrainingPoint] = []
+        while not points or (points[-1].step < steps and points[-1].validation_loss > goal):
+            for _ in range(STRIDE - 1):
+                ranks.do(Side.train, False)
+            points.append(ranks.do(Side.train, True)[0])
+            print(f"\n  {points[-1]}", end="", flush=True)
+        after = _bare_step_seconds(ranks), os.getloadavg()[0]
     return asdict(Course(hook, points, *zip(before, after, strict=True)))
 
 
@@ -197,11 +188,7 @@ def main() -> None:
     results = Results(arguments.result, runs="courses", model=MODEL, **about)
 
     def train_once(hook: str, steps: int, goal: float) -> Course:
-        def measure() -> dict[str, Any]:
-            link = shaped_link(arguments.ranks, rate)
-            with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
-                return run(hook, ranks, steps, goal)
-
+        measure = partial(run, hook, arguments.ranks, rate, steps, goal)
         return from_json(Course, results.once({"hook": hook}, measure))
 
     goal = train_once(PLAIN, arguments.steps, -math.inf).lowest.validation_loss

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, tables
-from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, Row, mean
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
 from bench.files import load, newest
@@ -25,12 +25,6 @@ from commhooks.costs.units import format_rate
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
 RACES = (HEADLINE, "100mbit-2", "1gbit-4", "1gbit-2")
-_ONE_WORKER = (
-    *("diloco", "INTELLECT-1", "Streaming DiLoCo", "Eager updates", "MuLoCo", "SparseLoCo"),
-    *("diloco with int4", "one-worker DiLoCo", "one-worker DiLoCo, momentum 0.5"),
-    *("diloco with int4 and Muon", "one-worker DiLoCo with Muon", "plain averaging with Muon"),
-    *("one rank alone", "one rank alone with Muon"),
-)
 _MARKED = re.compile(r"<!--=(?P<name>[^>]+)-->(?P<old>.*?)<!--=-->", re.DOTALL)
 _LIMIT = 0.02
 """The change of the loss that counts as a loss."""
@@ -60,11 +54,9 @@ def fill(text: str, known: Mapping[str, str]) -> str:
 
 def plots(results: Path) -> dict[str, Callable[[Path], None]]:
     """Return the functions that draw the plots to a path, by file name."""
-    record = Record.newest(results)
-    by_task = {task: rows(record, task) for task in measured_tasks(record)}
     kernels = newest(results, "*-kernels.json")["benchmarks"]
     return {
-        "fidelity.svg": partial(figures.fidelity, by_task),
+        "fidelity.svg": partial(figures.fidelity, Record(newest(results, "*-fidelity.json")).rows),
         "slow-link.svg": partial(figures.slow_link, _race(results, HEADLINE)),
         "scaling.svg": partial(figures.scaling, cells(results)),
         "kernels.svg": partial(figures.kernels, kernels),
@@ -73,7 +65,7 @@ def plots(results: Path) -> dict[str, Callable[[Path], None]]:
 
 def facts(results: Path) -> dict[str, str]:
     """Return all figures by name."""
-    record = Record.newest(results)
+    record = Record(newest(results, "*-fidelity.json"))
     races = {name: _race(results, name) for name in RACES}
     gpu_runs = (load(path) for path in sorted(results.glob("*.json"), reverse=True))
     found = _fidelity(record)
@@ -116,15 +108,14 @@ def _fidelity(record: Record) -> dict[str, str]:
     worst = _worst(record)
     shares = {
         hook: max(row.byte_share for row in found.values())
-        for hook, found in by_hook(record).items()
+        for hook, found in record.by_hook.items()
     }
     within = [hook for hook, change in worst.items() if change <= _LIMIT]
     least = min(within, key=shares.__getitem__)
-    plain = [next(iter(plain_runs(record, task).values())) for task in measured_tasks(record)]
-    spreads = [spread(runs) for runs in plain if len(runs) > 1]
-    seeds = {len(row.runs) for found in by_hook(record).values() for row in found.values()}
-    gpt = rows(record, "gpt")
+    seeds = {len(row.runs) for found in record.by_hook.values() for row in found.values()}
+    gpt = record.rows["gpt"]
     points = {(row.byte_share, row.change_to_usual): row for row in gpt}
+    of_diloco = [row for row in gpt if row.trained.hook in ("diloco", PLAIN)]
     beyond = [hook for hook in sorted(worst, key=worst.__getitem__) if hook not in within]
     return {
         "hooks": str(len(worst)),
@@ -132,10 +123,10 @@ def _fidelity(record: Record) -> dict[str, str]:
         "least": f"`{least}`",
         "least share": f"{100 * shares[least]:.0f} %",
         "beyond": textwrap.fill(", ".join(f"`{hook}`" for hook in beyond), 118),
-        "spread": f"{100 * mean(spreads):.0f} %",
+        "spread": f"{100 * mean(record.spreads.values()):.0f} %",
         "seeds": f"{min(seeds)} to {max(seeds)}",
         "front": _trainings(points[point] for point in figures.pareto_front(points)),
-        "one worker": _trainings(row for row in gpt if row.trained.title in _ONE_WORKER),
+        "one worker": _trainings(row for row in of_diloco if "period" not in row.trained.spec),
         **{f"loss {row.trained.title}": _percent(row.change_to_usual) for row in gpt},
         **{
             f"alone {row.trained.title}": _percent(row.control_change)
@@ -147,8 +138,7 @@ def _fidelity(record: Record) -> dict[str, str]:
 
 def _worst(record: Record) -> dict[str, float]:
     """Return the change of the loss on the task that suffers most, by hook."""
-    measured = by_hook(record).items()
-    return {hook: max(row.change for row in found.values()) for hook, found in measured}
+    return {hook: max(row.change for row in of.values()) for hook, of in record.by_hook.items()}
 
 
 def _trainings(found: Iterable[Row]) -> str:
@@ -192,15 +182,12 @@ def _millions(race: Race) -> str:
 
 def race_table(race: Race) -> str:
     """Return the times of hooks to plain averaging's lowest loss, the fastest first."""
-    lasts = {hook: course.points[-1] for hook, course in race.courses.items()}
-    never = [hook for hook in lasts if hook not in race.arrivals]
-    never.sort(key=lambda hook: lasts[hook].validation_loss)
     rows = []
-    for hook in (*race.arrivals, *never):
-        last, arrival = lasts[hook], race.arrivals.get(hook)
+    for hook, course in race.courses.items():
+        last, arrival = course.points[-1], race.arrivals.get(hook)
         row = {
             "hook": f"`{hook}`",
-            "step": race.courses[hook].step_text,
+            "step": course.step_text,
             "sent per step": f"{last.wire_bytes / last.step / 1e6:.2g} MB",
             "time to that loss": f"not in {last.step} steps: {last.validation_loss:.3f}",
         }
@@ -220,7 +207,6 @@ def _speed_ups(race: Race, hook: str) -> list[str]:
 
 def _of_all_races(races: Mapping[str, Race]) -> str:
     """Return a table of all hooks over all links."""
-    first = races[HEADLINE]
     titles = {
         f"{format_rate(race.about['bits_per_second'])}, {race.about['ranks']} ranks": race
         for race in races.values()
@@ -231,7 +217,7 @@ def _of_all_races(races: Mapping[str, Race]) -> str:
             title: " / ".join(_speed_ups(race, hook)) if hook in race.arrivals else "never"
             for title, race in titles.items()
         }
-        for hook in dict.fromkeys([*first.arrivals, *first.courses])
+        for hook in races[HEADLINE].courses
     )
 
 

@@ -10,57 +10,48 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench import files
-from bench.auto.points import AUTO, MODELS, POINTS, REFERENCE, Point
-from bench.auto.remote import Training, Trainings, cpu_seconds
 from bench.auto.tables import point_rows, title
+from bench.auto.trainings import AUTO, MODELS, POINTS, REFERENCE, Point, Training, Trainings
+from bench.files import Results
 from bench.models import parameter_shapes
 from bench.tables import table
 from commhooks.algorithms.adaptive.choices import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
-from commhooks.lab.machine import describe_machine
 
 Row = dict[str, Any]
+EFFORT = {
+    "warm_up": 120,  # steps of `auto` before it is timed; the first plan is in use after about 18
+    "blocks": 5,  # of each setting, in turn
+    # At least 3, or most steps of `auto` follow a pause, during which it believes to train. The
+    # models of the other settings are in the caches at first, so messages seem slower.
+    "block_steps": 6,
+    "error_steps": 4,
+    "error_after": 15,  # steps before the error of a uniform setting is measured
+}
+"""How much is measured."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is measured."""
-
-    settings: tuple[str, ...]
-    """The uniform settings that it is compared with."""
-    warm_up: int = 120
-    """Steps of ``auto`` before it is timed. The first plan is in use after about 18."""
-    blocks: int = 5
-    """Of each setting, in turn."""
-    block_steps: int = 6
-    """At least 3, or most steps of ``auto`` follow a pause, during which it believes to train. The
-    models of the other settings are in the caches at first, so messages seem slower."""
-    error_steps: int = 4
-    error_after: int = 15
-    """Steps before the error of a uniform setting is measured."""
-
-
-def measure(point: Point, effort: Effort) -> Row:
-    """Measure a point."""
+def measure(point: Point, uniform: Sequence[str]) -> Row:
+    """Measure ``auto`` at a point, and the uniform settings that it is compared with."""
     with point.link() as link, Ranks(point.ranks, link) as ranks:
         ranks.make(Trainings, point.model)
-        settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, effort)
-        before = _loads(ranks)
+        settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, uniform)
+        before = _loads()
         ranks.do(Trainings.add, AUTO)
-        warm_up = _slowest(ranks, AUTO, effort.warm_up)
-        _take_turns(ranks, settings, effort)
-        wall, busy, used = (now - then for now, then in zip(_loads(ranks), before, strict=True))
+        warm_up = _slowest(ranks, AUTO, EFFORT["warm_up"])
+        _take_turns(ranks, settings)
+        wall, busy, used = (now - then for now, then in zip(_loads(), before, strict=True))
         plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
-        settings[AUTO]["error"] = _error(ranks, AUTO, effort)
+        settings[AUTO]["error"] = _error(ranks, AUTO)
     settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     elements: Counter[str] = Counter()
     for row in plan.rows:
@@ -69,7 +60,7 @@ def measure(point: Point, effort: Effort) -> Row:
     return {
         "point": asdict(point),
         "parameters": sum(shape.numel() for shape in parameter_shapes(MODELS[point.model].factory)),
-        "effort": asdict(effort),
+        "effort": {"settings": uniform, **EFFORT},
         "settings": settings,
         "auto": {
             "warm_up_seconds": warm_up,
@@ -83,35 +74,35 @@ def measure(point: Point, effort: Effort) -> Row:
     }
 
 
-def _within_the_limit(ranks: Ranks, effort: Effort) -> dict[str, Row]:
+def _within_the_limit(ranks: Ranks, uniform: Sequence[str]) -> dict[str, Row]:
     """Begin to train with each uniform setting; return those whose errors are within the limit."""
     errors: dict[str, float] = {}
-    for spec in effort.settings:
+    for spec in uniform:
         ranks.do(Trainings.add, spec)
         errors[spec] = 0.0
         if not is_lossless(hook_spec(spec).create()):
-            ranks.do(Trainings.do, spec, Training.seconds, effort.error_after)
-            errors[spec] = _error(ranks, spec, effort)
+            ranks.do(Trainings.do, spec, Training.seconds, EFFORT["error_after"])
+            errors[spec] = _error(ranks, spec)
     for spec in errors:
         if errors[spec] > errors[REFERENCE]:
             ranks.do(Trainings.drop, spec)
     return {spec: {"error": e} for spec, e in errors.items() if e <= errors[REFERENCE]}
 
 
-def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
+def _take_turns(ranks: Ranks, settings: dict[str, Row]) -> None:
     """Time all settings, block by block. The first block of each is not counted.
 
     Each gets ``blocks``: for each turn the seconds of its steps.
     """
     for name, row in settings.items():
-        _slowest(ranks, name, effort.block_steps)
+        _slowest(ranks, name, EFFORT["block_steps"])
         row["blocks"] = []
     sent = {name: ranks.do(Trainings.do, name, Training.sent)[0] for name in settings}
     names = list(settings)
-    for turn in range(effort.blocks):
+    for turn in range(EFFORT["blocks"]):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
-            settings[name]["blocks"].append(_slowest(ranks, name, effort.block_steps))
+            settings[name]["blocks"].append(_slowest(ranks, name, EFFORT["block_steps"]))
     for name, row in settings.items():
         now = ranks.do(Trainings.do, name, Training.sent)[0]
         steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
@@ -124,16 +115,19 @@ def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     return list(map(max, zip(*by_rank, strict=True)))
 
 
-def _error(ranks: Ranks, name: str, effort: Effort) -> float:
+def _error(ranks: Ranks, name: str) -> float:
     """Train, and return the median error of a step's average."""
-    return statistics.median(ranks.do(Trainings.do, name, Training.errors, effort.error_steps)[0])
+    return statistics.median(
+        ranks.do(Trainings.do, name, Training.errors, EFFORT["error_steps"])[0]
+    )
 
 
-def _loads(ranks: Ranks) -> tuple[float, float, float]:
+def _loads() -> tuple[float, float, float]:
     """Return the time, and the CPU seconds so far of this machine and of these processes."""
-    of_machine = psutil.cpu_times()
+    of_machine, own = psutil.cpu_times(), psutil.Process()
     busy = sum(of_machine) - of_machine.idle - of_machine.iowait
-    return time.monotonic(), busy, time.process_time() + sum(ranks(cpu_seconds))
+    used = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return time.monotonic(), busy, sum(each.user + each.system for each in used)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -147,13 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := set(options.point) - by_name.keys():
         parser.error(f"no point is named {min(unknown)!r}; there are {', '.join(by_name)}")
-    effort = Effort(tuple(options.setting or DEFAULT_CANDIDATES))
-    record = files.load(options.result, {"about": describe_machine(), "points": {}})
+    uniform = options.setting or DEFAULT_CANDIDATES
+    results = Results(options.result, runs="points")
     for name in options.point or by_name:
-        if name not in record["points"]:
-            entry = record["points"][name] = measure(by_name[name], effort)
-            files.save(options.result, record)
-            print(f"{title(entry)}\n{table(point_rows(entry))}", flush=True)
+        entry = results.once({"name": name}, partial(measure, by_name[name], uniform))
+        print(f"{title(entry)}\n{table(point_rows(entry))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.auto.points import AUTO, Point
+from bench.auto.trainings import AUTO, Point
 
 Entry = Mapping[str, Any]
 _LEAST_TURNS = 5

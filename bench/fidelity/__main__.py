@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bench.fidelity.runs import PACKAGED, Record, figures, row_of
+from bench.fidelity.runs import PACKAGED, Record
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import RANKS, TrainedHook, trained_hooks, trained_on
 from bench.fidelity.training import run_missing
@@ -27,22 +27,6 @@ from commhooks.testing import close_ranks
 
 def main() -> None:
     """Run what is missing, and save each run as it ends."""
-    arguments = _parser().parse_args()
-    results = Results(arguments.results, ranks=RANKS)
-    chosen = {task: list(_chosen(arguments, task)) for task in arguments.task or TASKS}
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        for task, hooks in chosen.items():
-            run_missing(task, hooks, seed, results)
-    close_ranks()
-    record = Record(results.document)
-    if arguments.hook:
-        found = ((task, row_of(record, task, t)) for task, hooks in chosen.items() for t in hooks)
-        print(table({"task": task} | row.cells for task, row in found if row is not None))
-    if arguments.publish:
-        PACKAGED.write_text(json.dumps(figures(record), indent=1) + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +38,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)  # published figures have 0 to 2
     parser.add_argument("--publish", action="store_true", help="also write hook/fidelity.json")
-    return parser
+    arguments = parser.parse_args()
+    results = Results(arguments.results, ranks=RANKS)
+    chosen = {task: list(_chosen(arguments, task)) for task in arguments.task or TASKS}
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        for task, hooks in chosen.items():
+            run_missing(task, hooks, seed, results)
+    close_ranks()
+    record = Record(results.document)
+    if arguments.hook:
+        found = ((task, record.row(task, t)) for task, hooks in chosen.items() for t in hooks)
+        print(table({"task": task} | row.cells for task, row in found if row is not None))
+    if arguments.publish:
+        PACKAGED.write_text(json.dumps(record.figures(), indent=1) + "\n")
 
 
 def _chosen(arguments: argparse.Namespace, task: str) -> Iterator[TrainedHook]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import commhooks
-from bench import files
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook, trained_hooks, trained_on
 
@@ -30,40 +30,6 @@ class Run:
     loss: float
     wire_bytes: float
     ranks: int = RANKS
-
-
-class Record:
-    """The runs of a file of results, ``{"about": {...}, "runs": [...]}``."""
-
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self.about: dict[str, Any] = document["about"]
-        self._runs = []
-        for entry in document["runs"]:
-            known = {name: entry[name] for name in Run.__annotations__ if name in entry}
-            self._runs.append(Run(**known | {"config": _completed(entry["config"])}))
-        self._runs.sort(key=lambda run: run.seed)
-
-    @classmethod
-    def newest(cls, results: Path) -> "Record":
-        """Read the newest file of a folder."""
-        return cls(files.newest(results, "*-fidelity.json"))
-
-    def runs(self, task: str, trained: TrainedHook) -> list[Run]:
-        """Return the runs of a hook with its options, recipe and ranks, by seed."""
-        wanted = trained.key(ALL_TASKS[task].usual)
-        return [
-            run
-            for run in self._runs
-            if run.task == task and all(vars(run)[name] == wanted[name] for name in wanted)
-        ]
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """Add the options that the hook did not have when it was run, at their defaults."""
-    try:
-        return commhooks.create(config).to_config()
-    except commhooks.CommHookError:
-        return config  # with options or a hook that no longer exist
 
 
 @dataclass(frozen=True)
@@ -108,73 +74,95 @@ class Row:
         }
 
 
+class Record:
+    """The runs of a file of results, ``{"about": {...}, "runs": [...]}``."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.about: dict[str, Any] = document["about"]
+        self._runs = []
+        for entry in document["runs"]:
+            known = {name: entry[name] for name in Run.__annotations__ if name in entry}
+            self._runs.append(Run(**known | {"config": _completed(entry["config"])}))
+        self._runs.sort(key=lambda run: run.seed)
+
+    def runs(self, task: str, trained: TrainedHook) -> list[Run]:
+        """Return the runs of a hook with its options, recipe and ranks, by seed."""
+        wanted = {"task": task, **trained.key(ALL_TASKS[task].usual)}
+        return [run for run in self._runs if wanted.items() <= vars(run).items()]
+
+    def plain_runs(self, task: str) -> dict[str, list[Run]]:
+        """Return the reference runs by recipe, the task's usual recipe first."""
+        usual = ALL_TASKS[task].usual
+        recipes = dict.fromkeys([usual, *(t.reference_recipe or usual for t in trained_hooks())])
+        found = {recipe: self.runs(task, TrainedHook(REFERENCE, recipe)) for recipe in recipes}
+        return {recipe: runs for recipe, runs in found.items() if runs}
+
+    def row(self, task: str, trained: TrainedHook) -> Row | None:
+        """Return the row of a hook, or None if it has not been run."""
+        plain, usual = (
+            self.runs(task, TrainedHook(REFERENCE, recipe))
+            for recipe in (trained.reference_recipe, None)
+        )
+        seeds = {run.seed for run in plain} & {run.seed for run in usual}
+        runs = [run for run in self.runs(task, trained) if run.seed in seeds]
+        if not runs:
+            return None
+        seeds = {run.seed for run in runs}
+        control = self.runs(task, trained.control) if trained.control else []
+        alone = _changes([run for run in control if run.seed in seeds], usual)
+        share = mean(run.wire_bytes for run in runs) / mean(run.wire_bytes for run in plain)
+        changes, changes_to_usual = _changes(runs, plain), _changes(runs, usual)
+        return Row(trained, runs, changes, changes_to_usual, mean(alone) if alone else None, share)
+
+    @cached_property
+    def rows(self) -> dict[str, list[Row]]:
+        """The rows of hooks by name, then those of variants, by published task with any runs."""
+        found = {task: [self.row(task, each) for each in trained_on(task)] for task in TASKS}
+        return {task: known for task, rows in found.items() if (known := [*filter(None, rows)])}
+
+    @cached_property
+    def by_hook(self) -> dict[str, dict[str, Row]]:
+        """The rows of each hook at its present defaults, by task."""
+        found: dict[str, dict[str, Row]] = {}
+        for task, rows in self.rows.items():
+            for row in rows:
+                if not row.trained.name:
+                    found.setdefault(row.trained.hook, {})[task] = row
+        return found
+
+    @property
+    def spreads(self) -> dict[str, float]:
+        """The spreads of plain averaging with the usual recipe, by task with several seeds."""
+        usual = {task: next(iter(self.plain_runs(task).values())) for task in self.rows}
+        return {task: spread(runs) for task, runs in usual.items() if len(runs) > 1}
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Return the change of the validation loss in percent, by hook and task: :data:`PACKAGED`.
+
+        Tasks on which a hook was not run are missing. ``seeds``: the number of seeds, of the task
+        with the fewest.
+        """
+        return {
+            hook: {task: round(100 * row.change, 1) for task, row in found.items()}
+            | {"seeds": min(len(row.runs) for row in found.values())}
+            for hook, found in sorted(self.by_hook.items())
+        }
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the options that the hook did not have when it was run, at their defaults."""
+    try:
+        return commhooks.create(config).to_config()
+    except commhooks.CommHookError:
+        return config  # with options or a hook that no longer exist
+
+
 def _changes(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
     losses = {run.seed: run.loss for run in plain}
     return [run.loss / losses[run.seed] - 1 for run in runs]
-
-
-def measured_tasks(record: Record) -> list[str]:
-    """Return the published tasks on which a hook has been run."""
-    return [task for task in TASKS if rows(record, task)]
-
-
-def rows(record: Record, task: str) -> list[Row]:
-    """Return the rows of all hooks that have been run, by name, then those of variants."""
-    found = (row_of(record, task, trained) for trained in trained_on(task))
-    return [row for row in found if row is not None]
-
-
-def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
-    """Return the row of a hook, or None if it has not been run."""
-    plain, usual = (
-        record.runs(task, TrainedHook(REFERENCE, recipe))
-        for recipe in (trained.reference_recipe, None)
-    )
-    seeds = {run.seed for run in plain} & {run.seed for run in usual}
-    runs = [run for run in record.runs(task, trained) if run.seed in seeds]
-    if not runs:
-        return None
-    seeds = {run.seed for run in runs}
-    control = record.runs(task, trained.control) if trained.control else []
-    alone = _changes([run for run in control if run.seed in seeds], usual)
-    share = mean(run.wire_bytes for run in runs) / mean(run.wire_bytes for run in plain)
-    changes, changes_to_usual = _changes(runs, plain), _changes(runs, usual)
-    return Row(trained, runs, changes, changes_to_usual, mean(alone) if alone else None, share)
-
-
-def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
-    """Return the reference runs by recipe, the task's usual recipe first."""
-    usual = ALL_TASKS[task].usual
-    special = (trained.reference_recipe or usual for trained in trained_hooks())
-    recipes = dict.fromkeys([usual, *special])
-    found = {recipe: record.runs(task, TrainedHook(REFERENCE, recipe)) for recipe in recipes}
-    return {recipe: runs for recipe, runs in found.items() if runs}
 
 
 def spread(runs: Sequence[Run]) -> float:
     """Return the range of losses, relative to their mean."""
     losses = [run.loss for run in runs]
     return (max(losses) - min(losses)) / mean(losses)
-
-
-def by_hook(record: Record) -> dict[str, dict[str, Row]]:
-    """Return the runs of each hook at its present defaults, by task."""
-    found: dict[str, dict[str, Row]] = {}
-    for task in TASKS:
-        for row in rows(record, task):
-            if not row.trained.name:
-                found.setdefault(row.trained.hook, {})[task] = row
-    return found
-
-
-def figures(record: Record) -> dict[str, dict[str, float]]:
-    """Return the change of the validation loss in percent, by hook and task: :data:`PACKAGED`.
-
-    Tasks on which a hook was not run are missing. ``seeds``: the number of seeds, of the task with
-    the fewest.
-    """
-    return {
-        hook: {task: round(100 * row.change, 1) for task, row in found.items()}
-        | {"seeds": min(len(row.runs) for row in found.values())}
-        for hook, found in sorted(by_hook(record).items())
-    }

@@ -62,7 +62,8 @@ def train(
     if gathers:
         numbers = hook_spec(gathers.removeprefix(DIFFERENCES)).config
         quantized.append(quantize_all_gather(model, numbers, differences=differs))
-    fit(model, chosen.recipes[chosen.usual], chosen.steps, lambda s: data.batch(seed, s, rank))
+    batches = (data.batch(seed, step, rank) for step in range(chosen.steps))
+    fit(model, chosen, chosen.usual, batches)
     saved = sum(each.plain_bytes - each.wire_bytes for each in quantized)
     loss = _validate(model, data.validation(rank, size))
     for each in quantized:

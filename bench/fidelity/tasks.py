@@ -7,7 +7,7 @@ example twice, so that training does not end at a loss of zero.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -43,6 +43,21 @@ class Recipe:
         others = {*model.parameters()}.difference(matrices)
         rest = [parameter for parameter in model.parameters() if parameter in others]
         return [torch.optim.Muon(matrices, **self.for_matrices), self.kind(rest, **self.options)]
+
+    def train(
+        self, model: nn.Module, batches: Iterable[Batch], rate: Callable[[int], float]
+    ) -> Iterator[None]:
+        """Train on each batch, with ``rate(step)`` of the learning rate. Yield after each step."""
+        optimizers = self.optimizers(model)
+        schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
+        for batch in batches:
+            model.zero_grad()
+            model(*batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            yield
 
 
 class Classifier(nn.Sequential):
@@ -99,9 +114,7 @@ class Digits:
         return images[rank::size], labels[rank::size]
 
 
-@functools.cache
-def _corpus() -> Corpus:
-    return load_corpus()  # once for all runs of a process
+_corpus = functools.cache(load_corpus)  # once for all runs of a process
 
 
 @dataclass(frozen=True)
@@ -163,6 +176,7 @@ _FOR_TEXT = {
     "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
     "SGD without momentum": _sgd(lr=0.1),
     "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
+    **{f"AdamW, rate {lr}": adamw(lr=lr) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)},
 }
 _MUON = {"lr": 4e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 _SMALL = GPTConfig(layers=2, width=64, heads=4, block_size=64)
@@ -203,25 +217,14 @@ TASKS = {
     ),
 }
 """The tasks that all hooks are trained on, and whose figures are published."""
-
-
-def _in_many_steps(name: str, usual: str) -> Task:
-    """Return 8,000 smaller steps, 266 periods of diloco. The rate of the optimizer is chosen."""
-    task = TASKS[name]
-    rates = (0.001, 0.002, 0.004, 0.008, 0.016)
-    return replace(
-        task,
-        summary=f"{task.summary.partition(',')[0]}, 8,000 steps of AdamW",
+ALL_TASKS = TASKS | {
+    f"{name}-8000": replace(
+        TASKS[name],
+        summary=f"{TASKS[name].summary.partition(',')[0]}, 8,000 steps of AdamW",
         steps=8000,
-        usual=usual,
-        recipes={f"AdamW, rate {lr}": adamw(lr=lr) for lr in rates},
-        make_data=functools.partial(task.make_data, sequences=2),
+        usual=f"AdamW, rate {rate}",
+        make_data=functools.partial(TASKS[name].make_data, sequences=2),
     )
-
-
-ALL_TASKS = {
-    **TASKS,
-    "bytes-8000": _in_many_steps("bytes", "AdamW, rate 0.008"),
-    "gpt-8000": _in_many_steps("gpt", "AdamW, rate 0.004"),
+    for name, rate in {"bytes": 0.008, "gpt": 0.004}.items()
 }
-"""These, and those on which options are tried."""
+"""These, and those on which options are tried: smaller steps, 266 periods of diloco."""

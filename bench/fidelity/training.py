@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 import commhooks
 from bench.fidelity.runs import Record
-from bench.fidelity.tasks import ALL_TASKS, Batch, Recipe
+from bench.fidelity.tasks import ALL_TASKS, Batch, Task
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
 from bench.files import Results
 from commhooks.testing import run_ranks
@@ -31,8 +31,8 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> d
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())
     handle = commhooks.register(model, trained.create())
-    recipe = chosen.recipes[trained.recipe or chosen.usual]
-    fit(model, recipe, chosen.steps, lambda step: data.batch(seed, step, rank))
+    batches = (data.batch(seed, step, rank) for step in range(chosen.steps))
+    fit(model, chosen, trained.recipe or chosen.usual, batches)
     handle.adapter.flush()
     sent = handle.stats().total.wire_bytes
     validation = data.validation(rank, size)
@@ -41,25 +41,15 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> d
     return {"loss": loss, "wire_bytes": math.nan if sent is None else sent * chosen.steps}
 
 
-def fit(model: nn.Module, recipe: Recipe, steps: int, batch: Callable[[int], Batch]) -> None:
-    """Train a model whose gradients are averaged on ``batch(step)``."""
-    optimizers = recipe.optimizers(model)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        for optimizer in optimizers
-    ]
-    for step in range(steps):
-        model.zero_grad()
-        model(*batch(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
+def fit(model: nn.Module, task: Task, recipe: str, batches: Iterable[Batch]) -> None:
+    """Train a model whose gradients are averaged, with a linear warm-up and a cosine to zero."""
 
+    def rate(step: int) -> float:
+        warm_up = min(1.0, (step + 1) / (_WARM_UP * task.steps))
+        return warm_up * (1 + math.cos(math.pi * step / task.steps)) / 2
 
-def _rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then a cosine to zero."""
-    return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+    for _ in task.recipes[recipe].train(model, batches, rate):
+        pass
 
 
 def run_missing(task: str, chosen: Sequence[TrainedHook], seed: int, results: Results) -> None:

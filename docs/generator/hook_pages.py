@@ -17,15 +17,9 @@ sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
 
 import commhooks  # noqa: E402
 from bench import summary  # noqa: E402
-from bench.fidelity.runs import (  # noqa: E402
-    Record,
-    Row,
-    by_hook,
-    measured_tasks,
-    plain_runs,
-    spread,
-)
+from bench.fidelity.runs import Record, Row  # noqa: E402
 from bench.fidelity.tasks import TASKS  # noqa: E402
+from bench.files import newest  # noqa: E402
 from commhooks import algorithms  # noqa: E402
 
 PAGES = ROOT / "docs" / "hooks"
@@ -110,7 +104,7 @@ def facts(name: str) -> str:
 
 def tasks_beyond(name: str) -> list[str]:
     """Return the tasks on which the hook loses more than :data:`MUCH`."""
-    found = _measured().get(name, {})
+    found = _record().by_hook.get(name, {})
     return [task for task, row in found.items() if 100 * row.change > MUCH]
 
 
@@ -138,7 +132,7 @@ def cost(name: str) -> str:
 
 
 def fidelity(name: str) -> str:
-    by_task = _measured().get(name)
+    by_task = _record().by_hook.get(name)
     if not by_task:
         return "Exact." if commhooks.describe(name).lossless else "Not measured."
     found = by_task.values()
@@ -189,7 +183,7 @@ def overview(_: str) -> str:
         rows = []
         for name in family.hooks:
             info = commhooks.describe(name)
-            by_task = _measured().get(name, {})
+            by_task = _record().by_hook.get(name, {})
             unknown = "exact" if info.lossless else "-"
             losses = {task: _loss(by_task[task]) if task in by_task else unknown for task in TASKS}
             row = {"hook": f"[`{name}`]({name}.md)", "sends": info.wire, **losses}
@@ -212,10 +206,7 @@ def _first_paragraph(family: Family) -> str:
 def conditions(_: str) -> str:
     record = _record()
     tasks = "\n".join(f"- *{task}*: {kind.summary}." for task, kind in TASKS.items())
-    known = {t: next(iter(plain_runs(record, t).values())) for t in measured_tasks(record)}
-    spreads = ", ".join(
-        f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items() if len(runs) > 1
-    )
+    spreads = ", ".join(f"{100 * spread:.1f} % ({t})" for t, spread in record.spreads.items())
     return (
         "Change of the validation loss against plain averaging on the same data, mean over seeds, "
         f"on {record.about['ranks']} ranks on CPU, at the hook's defaults and plain averaging's "
@@ -234,18 +225,13 @@ PARTS: dict[str, Callable[[str], str]] = {
 
 
 @functools.cache
-def _measured() -> dict[str, dict[str, Row]]:
-    return by_hook(_record())
-
-
-@functools.cache
 def _figures() -> dict[str, str]:
     return summary.facts(ROOT / "bench" / "results")
 
 
 @functools.cache
 def _record() -> Record:
-    return Record.newest(ROOT / "bench" / "results")
+    return Record(newest(ROOT / "bench" / "results", "*-fidelity.json"))
 
 
 def _percent(change: float, *, bold: float | None = None) -> str:

@@ -1,7 +1,6 @@
 """The benchmark of ``auto``, on a tiny model over loopback."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ pytest.importorskip("matplotlib")  # extra `results`
 from bench import results_page
 from bench.auto import __main__ as bench
 from bench.auto import tables
-from bench.auto.__main__ import Effort
-from bench.auto.points import Point
+from bench.auto.trainings import Point
 
 
 def test_a_point_is_measured_once_and_shown(
@@ -21,13 +19,15 @@ def test_a_point_is_measured_once_and_shown(
     path = tmp_path / "auto.json"
     monkeypatch.setattr(bench, "POINTS", [Point("tiny", 0)])
     less = {"warm_up": 40, "blocks": 2, "error_steps": 1, "error_after": 1}
-    monkeypatch.setattr(bench, "Effort", partial(Effort, **less))
+    monkeypatch.setattr(bench, "EFFORT", bench.EFFORT | less)
     command = [str(path), *(f"--setting={hook}" for hook in ("allreduce", "bf16", "int4"))]
     bench.main(command)
     assert "| int4 " in capsys.readouterr().out
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured again"))
     bench.main(command)
-    settings = json.loads(path.read_text())["points"]["tiny-loopback-2"]["settings"]
+    (point,) = json.loads(path.read_text())["points"]
+    assert point["name"] == "tiny-loopback-2"
+    settings = point["settings"]
     assert settings.keys() == {"auto", "allreduce", "bf16", "int4"}
     assert 0 < settings["bf16"]["error"] < 0.01 < settings["int4"]["error"] < 1
     # Over loopback it averages exactly, but for plans that what else runs here may bring about.

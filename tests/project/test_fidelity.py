@@ -12,7 +12,7 @@ import pytest
 
 from bench import files
 from bench.fidelity import training
-from bench.fidelity.runs import PACKAGED, Record, Run, figures, row_of, rows
+from bench.fidelity.runs import PACKAGED, Record, Run
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_on
 from bench.fidelity.training import train
@@ -28,7 +28,7 @@ HOWTO = f"python -m bench.fidelity bench/results/{STORED.name} --publish"
 
 def test_the_package_says_what_was_measured() -> None:
     """At the present defaults: a hook whose defaults have changed must be run again, or go."""
-    assert json.loads(PACKAGED.read_text()) == figures(Record(files.load(STORED))), HOWTO
+    assert json.loads(PACKAGED.read_text()) == Record(files.load(STORED)).figures(), HOWTO
 
 
 def record_of(*runs: Run) -> Record:
@@ -44,16 +44,16 @@ def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
     plain = [run_of(REFERENCE, task, seed, 1.0 + seed) for task in TASKS for seed in (0, 1)]
     tried = [run_of("bf16", task, seed, 1.1 * (1.0 + seed)) for task in TASKS for seed in (0, 1, 2)]
     record = record_of(*plain, *tried)
-    (row,) = rows(record, "digits")
+    (row,) = record.rows["digits"]
     assert row.changes == pytest.approx([0.1, 0.1])
-    assert figures(record) == {"bf16": dict.fromkeys(TASKS, 10.0) | {"seeds": 2}}
+    assert record.figures() == {"bf16": dict.fromkeys(TASKS, 10.0) | {"seeds": 2}}
 
 
 def test_hooks_with_another_optimizer_are_also_compared_with_the_usual_one() -> None:
     reference = run_of(REFERENCE, "gpt", 0, 2.0)
     with_sgd = replace(reference, recipe="SGD with momentum", loss=4.0)
     demo = replace(run_of("demo", "gpt", 0, 3.0), recipe="SGD without momentum, 10 times the rate")
-    (row,) = rows(record_of(reference, with_sgd, demo), "gpt")
+    (row,) = record_of(reference, with_sgd, demo).rows["gpt"]
     assert row.change == pytest.approx(-0.25)
     assert row.change_to_usual == pytest.approx(0.5)
 
@@ -61,14 +61,14 @@ def test_hooks_with_another_optimizer_are_also_compared_with_the_usual_one() -> 
 def test_runs_with_other_options_do_not_count() -> None:
     plain = [run_of(REFERENCE, task, 0, 1.0) for task in TASKS]
     other = [run_of("int8", task, 0, 1.0, block_size=64) for task in TASKS]
-    assert figures(record_of(*plain, *other)) == {}
+    assert record_of(*plain, *other).figures() == {}
 
 
 def test_runs_from_before_an_option_existed_count() -> None:
     runs = [run_of(hook, task, 0, 1.0) for task in TASKS for hook in (REFERENCE, "int8")]
     for run in runs:
         run.config.pop("block_size", None)
-    assert figures(record_of(*runs)).keys() == {"int8"}
+    assert record_of(*runs).figures().keys() == {"int8"}
 
 
 def test_runs_with_other_options_are_kept_beside_each_other() -> None:
@@ -77,15 +77,15 @@ def test_runs_with_other_options_are_kept_beside_each_other() -> None:
     tried = [run_of("int8", "digits", 0, losses[size], block_size=size) for size in losses]
     record = record_of(plain, *tried)
     for size, loss in losses.items():
-        row = row_of(record, "digits", TrainedHook(f"int8:block_size={size}"))
+        row = record.row("digits", TrainedHook(f"int8:block_size={size}"))
         assert row is not None
         assert row.change == pytest.approx(loss - 1)
-    assert row_of(record, "digits", TrainedHook("int8")) is None
+    assert record.row("digits", TrainedHook("int8")) is None
 
 
 def test_tasks_on_which_a_hook_was_not_run_have_no_figures() -> None:
     runs = [run_of(hook, "digits", 0, 1.0) for hook in (REFERENCE, "bf16")]
-    assert figures(record_of(*runs)) == {"bf16": {"digits": 0.0, "seeds": 1}}
+    assert record_of(*runs).figures() == {"bf16": {"digits": 0.0, "seeds": 1}}
 
 
 def test_variants_are_no_figures_of_their_hook() -> None:
@@ -93,8 +93,8 @@ def test_variants_are_no_figures_of_their_hook() -> None:
     config = named.create().to_config()
     variant = replace(run_of("diloco", "gpt", 0, 2.0), config=config)
     record = record_of(run_of(REFERENCE, "gpt", 0, 1.0), variant)
-    assert [row.trained.title for row in rows(record, "gpt")] == ["INTELLECT-1"]
-    assert figures(record) == {}
+    assert [row.trained.title for row in record.rows["gpt"]] == ["INTELLECT-1"]
+    assert record.figures() == {}
 
 
 def test_every_diloco_stands_beside_the_same_training_on_one_rank() -> None:
@@ -105,14 +105,14 @@ def test_every_diloco_stands_beside_the_same_training_on_one_rank() -> None:
     plain = [run_of(REFERENCE, "gpt", seed, 1.0 + seed) for seed in seeds]
     tried = [run_of("diloco", "gpt", seed, 1.0 + seed) for seed in seeds]
     control = [replace(run, loss=1.5 * run.loss, ranks=1) for run in tried]
-    (row,) = rows(record_of(*plain, *tried, *control), "gpt")
+    (row,) = record_of(*plain, *tried, *control).rows["gpt"]
     assert row.control_change == pytest.approx(0.5)
 
 
 def test_a_control_needs_the_seeds_of_its_hook() -> None:
     runs = [run_of(hook, "gpt", 0, 1.0) for hook in (REFERENCE, "diloco")]
     elsewhere = replace(run_of("diloco", "gpt", 1, 2.0), ranks=1)
-    (row,) = rows(record_of(*runs, elsewhere), "gpt")
+    (row,) = record_of(*runs, elsewhere).rows["gpt"]
     assert row.control_change is None
     assert row.cells["one rank alone"] == ""
 
