@@ -9,7 +9,6 @@ Prints the means over seeds.
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -134,9 +132,7 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
 
 
 def _sent_by_hook(model: nn.Module) -> float:
-    handle = commhooks.handle_of(model)
-    assert handle is not None
-    stats = handle.stats()
+    stats = commhooks.handle_of(model).stats()
     return (stats.total.wire_bytes or 0.0) * stats.steps
 
 
@@ -167,14 +163,13 @@ def measure(run: Run) -> dict[str, Any]:
         quorum_tick_ms=20,
         heartbeat_timeout_ms=1_000,
     )
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as name:
+        folder, told = Path(name), CONTEXT.SimpleQueue()
 
         def start(group: int, life: int) -> Any:
-            arguments = run, group, life, folder, lighthouse.address()
-            process = CONTEXT.Process(target=_train_and_tell, args=arguments)
+            arguments = told, run, group, life, folder, lighthouse.address()
+            process = CONTEXT.Process(target=_train_and_tell, args=arguments, daemon=True)
             process.start()
-            stack.callback(process.kill)
             return process
 
         processes = [start(group, 0) for group in range(run.groups)]
@@ -185,15 +180,14 @@ def measure(run: Run) -> dict[str, Any]:
             process.join(300)
             if process.exitcode != 0:
                 raise RuntimeError(f"a group of {run} failed: {process.exitcode}")
-        found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        found = [told.get() for _ in processes]
     lighthouse.shutdown()
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
-def _train_and_tell(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> None:
+def _train_and_tell(told: Any, *arguments: Any) -> None:
     torch.set_num_threads(1)
-    found = train(run, group, life, folder, lighthouse)
-    (folder / f"{group}.json").write_text(json.dumps(found))
+    told.put(train(*arguments))
     os._exit(0)  # threads of the manager would wait for other groups
 
 

@@ -115,22 +115,19 @@ class OnHost(Entry):
 
 @dataclass(frozen=True)
 class HostFloor(Entry):
-    """``noop``, and at the end of backward one sum of as many bytes in host memory."""
+    """``noop``, and before backward one sum of as many bytes in host memory."""
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
         model, handle = super().wrap(module, **options)
-        assert dist.group.WORLD is not None
         host = connect_host(dist.group.WORLD, torch.device("cpu"))
         assert host is not None
         own = host.allocate(sum(p.numel() for p in module.parameters()), torch.float32).fill_(1.0)
         places: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(places, host.offset_of(own))
-        buckets = [
-            each.chunk(len(places)) for each in host.tensors_at(dict(enumerate(places)), own)
-        ]
+        tensors = host.tensors_at(dict(enumerate(places)), own)
+        rank, buckets = dist.get_rank(), [tensor.chunk(len(places)) for tensor in tensors]
 
-        def average() -> None:
-            rank = dist.get_rank()
+        def average(_: torch.Tensor) -> None:
             dist.barrier()
             HostGroup.mean_of([slices[rank] for slices in buckets], buckets[rank][rank])
             dist.barrier()
@@ -138,11 +135,8 @@ class HostFloor(Entry):
                 if other != rank:
                     buckets[rank][other].copy_(slices[other])
 
-        def at_the_end(_: torch.Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(average)
-
         def watch(_: nn.Module, inputs: object, output: torch.Tensor) -> None:
-            output.register_hook(at_the_end)
+            output.register_hook(average)
 
         model.register_forward_hook(watch)
         return model, handle

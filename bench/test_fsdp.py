@@ -48,10 +48,12 @@ class Side:
         self._input = torch.randn(ELEMENTS, generator=generator).mul_(1e-3)
         self._mean, _ = self._reduce(TORCH)
 
-    def error_of(self, name: str) -> float:
-        """Return the root mean square of the error, relative to that of the exact means."""
+    def quality(self, name: str) -> tuple[float, float]:
+        """Return the norm of the error, relative to that of the exact means, and the ratio."""
         output, _ = self._reduce(name)
-        return float((output - self._mean).norm() / self._mean.norm())
+        quantized = self._quantized[name]
+        error = float((output - self._mean).norm() / self._mean.norm())
+        return error, quantized.plain_bytes / quantized.wire_bytes
 
     def collective(self, name: str) -> float:
         """Return the seconds of a reduce-scatter alone."""
@@ -67,10 +69,6 @@ class Side:
         seconds = time.perf_counter() - start
         nn.Module.zero_grad(model)
         return seconds
-
-    def sent(self, name: str) -> tuple[int, int]:
-        """Return the bytes that this rank has sent to reduce-scatter, and what torch would send."""
-        return self._quantized[name].wire_bytes, self._quantized[name].plain_bytes
 
     def _reduce(self, name: str) -> tuple[torch.Tensor, float]:
         """Return this rank's part of the means, and the seconds."""
@@ -94,8 +92,7 @@ def _model(policy: MixedPrecisionPolicy) -> Any:
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Return ranks on a link, with their models."""
-    reason = unavailable()
-    if reason is not None:
+    if reason := unavailable():
         pytest.skip(reason)
     with shaped_link(request.param, 1e9) as link, Ranks(request.param, link) as ranks:
         ranks.make(Side)
@@ -106,7 +103,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     """Measure the collective alone and the whole step, in turn with torch's."""
-    error = max(ranks.do(Side.error_of, numbers))
+    error, ratio = max(ranks.do(Side.quality, numbers))
     assert error < 0.2
     timers = {
         f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks.do(work, name))
@@ -115,10 +112,9 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     }
     seconds = in_turn(benchmark, timers, ROUNDS)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    wire_bytes, plain_bytes = ranks.do(Side.sent, numbers)[0]
     benchmark.extra_info.update(
         error=error,
-        ratio=plain_bytes / wire_bytes,
+        ratio=ratio,
         seconds=median["collective"],
         torch_seconds=median["torch collective"],
         times_faster=median["torch collective"] / median["collective"],

@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
 import commhooks
-from bench.measured_hooks import MEASURED_HOOKS, TorchStyleHook, entry_of, name_of
+from bench.measured_hooks import MEASURED_HOOKS, entry_of, name_of
 from bench.models import ThreeLayers, two_layers
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
 from commhooks.lab.networks import Transformer
-from reducer import DistributedDataParallel, GradBucket
+from reducer import GradBucket
 
 STEPS = 24  # two blocks in turn
 
@@ -80,32 +79,26 @@ def test_powersgd_in_one_bucket(hook_benchmark: HookBenchmarks, name: str) -> No
 
 
 @dataclass
-class Awaiting(commhooks.CommHook):
-    """A hook that awaits dependent collectives of 64 bytes."""
-
-    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
-        small = torch.zeros(16)
-        for _ in range(STAGES):
-            await comm.all_reduce(small)
-        return bucket.buffer()
-
-
-def wait_for_each(groups: StageGroups, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Run the same collectives without awaiting, in as many groups.
+class Stages(commhooks.CommHook):
+    """Dependent collectives of 64 bytes: awaited, or one after the other in as many groups.
 
     A group that was idle answers later than one that was just used.
     """
-    small = torch.zeros(16)
-    for stage in range(STAGES):
-        groups.open(stage).allreduce([small]).wait()
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
+
+    awaits: bool = True
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        small = torch.zeros(16)
+        for stage in range(STAGES):
+            if self.awaits:
+                await comm.all_reduce(small)
+            else:
+                stage_groups().open(stage).allreduce([small]).wait()
+        return bucket.buffer()
 
 
 @functools.cache
 def stage_groups() -> StageGroups:
-    assert dist.group.WORLD is not None
     return StageGroups(dist.group.WORLD, token=0)
 
 
@@ -117,12 +110,7 @@ def example() -> Tensor:
     return torch.ones(1, 1)
 
 
-WAITING = TorchStyleHook(
-    "waiting", function=wait_for_each, make_state=stage_groups, kind=DistributedDataParallel
-)
-
-
-@pytest.mark.parametrize("hook", [Awaiting, WAITING], ids=["awaiting", "waiting"])
-def test_awaited_stages(hook_benchmark: HookBenchmarks, hook: Any) -> None:
+@pytest.mark.parametrize("awaits", [True, False], ids=["awaiting", "waiting"])
+def test_awaited_stages(hook_benchmark: HookBenchmarks, awaits: bool) -> None:
     """Measure what Python adds to 50 awaited collectives; the aim is at most 2.5 ms."""
-    hook_benchmark(hook, model=one_number, batch=example, steps=STEPS)
+    hook_benchmark(Stages, model=one_number, batch=example, steps=STEPS, awaits=awaits)

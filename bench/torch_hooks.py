@@ -9,12 +9,12 @@ alike. A file that has the trials gets new trainings.
 import argparse
 import functools
 import os
-import statistics
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -71,13 +71,14 @@ def first_sentence(error: Exception) -> str:
     return text.rpartition("callback: ")[2].partition(". ")[0].strip(": ")
 
 
-def train(rank: int, size: int, hooks: list[Entry], steps: int) -> list[tuple[list[float], float]]:
-    """Train all models in turn; return the seconds of each step and the last validation loss."""
+def train(rank: int, size: int, hooks: tuple[Entry, ...], steps: int) -> list[list[float]]:
+    """Train all models in turn; return the median step of each, and each last validation loss."""
     workload = Workload(slow_link.MODEL)
     runs = [TrainingRun(hook, workload, slow_link.TRAINING, rank) for hook in hooks]
-    seconds = [[run.step() for run in runs] for _ in range(steps)]
+    seconds = torch.tensor([[run.step() for run in runs] for _ in range(steps)])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the slowest rank
     losses = [run.validate().validation_loss for run in runs]
-    return [(list(of), loss) for of, loss in zip(zip(*seconds, strict=True), losses, strict=True)]
+    return [seconds.quantile(0.5, dim=0).tolist(), losses]
 
 
 def main() -> None:
@@ -90,28 +91,20 @@ def main() -> None:
         name: {count: outcomes(in_buckets(hook, mb)) for count, mb in BUCKET_MB.items()}
         for name, hook in THEIRS.items()
     }
-    hooks: dict[str, Entry] = {name_of(spec): entry_of(spec) for spec in OURS}
-    in_one = []
+    hooks = {name_of(spec): (entry_of(spec), "of 25 MiB") for spec in OURS}
     for name, found in tried.items():
         if found["several"].keys() == {"completed"}:
-            hooks[name] = THEIRS[name]
+            hooks[name] = THEIRS[name], "of 25 MiB"
         elif found["one"].keys() == {"completed"}:
-            hooks[name] = in_buckets(THEIRS[name], BUCKET_MB["one"])
-            in_one.append(name)
+            hooks[name] = in_buckets(THEIRS[name], BUCKET_MB["one"]), "one"
+    entries, buckets = zip(*hooks.values(), strict=True)
     load = os.getloadavg()[0]
-    by_rank = run_ranks(train, RANKS, list(hooks.values()), arguments.steps, timeout=3600.0)
+    found, _ = run_ranks(train, RANKS, entries, arguments.steps, timeout=3600.0)
     close_ranks()
-    rows = []
-    for index, name in enumerate(hooks):
-        seconds = zip(*(of_rank[index][0] for of_rank in by_rank), strict=True)
-        rows.append(
-            {
-                "hook": name,
-                "buckets": "one" if name in in_one else "of 25 MiB",
-                "step_seconds": statistics.median(map(max, seconds)),
-                "validation_loss": by_rank[0][index][1],
-            }
-        )
+    rows = [
+        {"hook": name, "buckets": size, "step_seconds": step, "validation_loss": loss}
+        for name, size, step, loss in zip(hooks, buckets, *found, strict=True)
+    ]
     about = {"ranks": RANKS, "steps": arguments.steps, "load": [load, os.getloadavg()[0]]}
     document = {"about": about | describe_machine(), "rows": rows, "tried": tried}
     files.save(arguments.result, document)

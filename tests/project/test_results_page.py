@@ -132,20 +132,6 @@ def test_each_plot_names_what_it_shows() -> None:
     assert {"int8", "onebit", "fp4 mxfp4", "a plain copy"} <= names_in("kernels.svg")
 
 
-def test_names_cover_no_line_and_a_name_without_a_place_is_an_error(tmp_path: Path) -> None:
-    with figures.plot(tmp_path / "plot.svg", 3) as (axes,):
-        axes.plot([0, 1], [0.5, 0.5])
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        figures.label_points(axes, [(name, 0.5, 0.5, "red") for name in ("on the line", "again")])
-        line = axes.transData.transform((0.5, 0.5))[1]
-        found = [text.get_window_extent() for text in axes.texts]
-        assert not any(box.y0 < line < box.y1 for box in found)
-        assert not found[0].overlaps(found[1])
-        with pytest.raises(ValueError, match=r"name 'x{999}' beside \(0.5, 0.5\)"):
-            figures.label_points(axes, [("x" * 999, 0.5, 0.5, "red")])
-    assert len(found) == 2
-
-
 def test_a_gpu_check(tmp_path: Path) -> None:
     stage = {"name": "tests", "status": "failed", "seconds": 7.0}
     stage["last_line"] = "1 | 2 failed"
