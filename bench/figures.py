@@ -129,7 +129,7 @@ def scaling(cells: Sequence[dict[str, Any]], path: Path) -> None:
             for hook in hooks:
                 mine = [c for c in cells if (c["hook"], c["bits_per_second"]) == (hook, rate)]
                 ranks = [cell["ranks"] for cell in mine]
-                color = color_of(short(hook).partition(",")[0])
+                color = color_of(hook)
                 measured = [cell["step_seconds"] for cell in mine]
                 axes.plot(ranks, measured, "o-", color=color, markersize=4, label=short(hook))
                 predicted = [cell["predicted_seconds"] for cell in mine]

@@ -103,8 +103,8 @@ def _auto(document: Document) -> Iterator[str]:
         "interval of 95 %. A uniform setting is a hook for the whole model whose error is at most "
         "that of `int4`."
     )
-    points = document["points"]
-    for entry in points.values() if isinstance(points, dict) else points:  # once by their names
+    points = document["points"]  # older files have them by name
+    for entry in points.values() if isinstance(points, dict) else points:
         yield f"### {auto_tables.title(entry)}"
         yield auto_tables.circumstances(entry)
         yield table(auto_tables.point_rows(entry))
