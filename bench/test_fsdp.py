@@ -13,23 +13,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.copies import in_turn
+from bench.fidelity.sharded import DIFFERENCES, quantize
 from bench.models import ThreeLayers
 from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
-from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
+from commhooks.integrations.fsdp import quantize_reduce_scatter
 
 NUMBERS = ["int8", "fp8", "int4", "bf16"]
 ROUNDS = 5
 TORCH = "torch"
 """The name of torch's reduce-scatter, in float32, beside those of numbers in few bits."""
+ONCE = ", gathered once"
+"""The end of the names of models that are not resharded after forward."""
 BFLOAT16 = {
-    "torch": [],
-    "reduce-scatter": [quantize_reduce_scatter],
-    "all-gather": [quantize_all_gather],
-    "both": [quantize_reduce_scatter, quantize_all_gather],
+    "torch": ("", ""),
+    "reduce-scatter": ("int8", ""),
+    "all-gather": ("", "int8"),
+    "both": ("int8", "int8"),
+    f"torch{ONCE}": ("", ""),
+    f"differences{ONCE}": ("", DIFFERENCES + "int4"),
+    f"both{ONCE}": ("int8", DIFFERENCES + "int4"),
 }
-"""What is quantized to int8 of models with bfloat16 parameters and float32 gradients."""
+"""Numbers of the two collectives of models with bfloat16 parameters and float32 gradients."""
 ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
 
 
@@ -40,10 +46,9 @@ class Side:
         self._models = {name: _model(MixedPrecisionPolicy()) for name in (TORCH, *NUMBERS)}
         self._quantized = {n: quantize_reduce_scatter(self._models[n], n) for n in NUMBERS}
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for name, quantizes in BFLOAT16.items():
-            self._models[f"bf16 {name}"] = model = _model(policy)
-            for quantize in quantizes:
-                quantize(model, "int8")
+        for name, numbers in BFLOAT16.items():
+            self._models[f"bf16 {name}"] = _model(policy, reshards=not name.endswith(ONCE))
+            quantize(self._models[f"bf16 {name}"], *numbers)
         generator = torch.Generator().manual_seed(rank)
         self._input = torch.randn(ELEMENTS, generator=generator).mul_(1e-3)
         self._mean, _ = self._reduce(TORCH)
@@ -60,7 +65,7 @@ class Side:
         return self._reduce(name)[1]
 
     def step(self, name: str) -> float:
-        """Return the seconds of a forward and a backward, which gather the parameters twice."""
+        """Return the seconds of a forward and a backward, which may each gather the parameters."""
         model = self._models[name]
         inputs = ThreeLayers.example_input()
         dist.barrier()
@@ -80,13 +85,13 @@ class Side:
         return output, time.perf_counter() - start
 
 
-def _model(policy: MixedPrecisionPolicy) -> Any:
+def _model(policy: MixedPrecisionPolicy, reshards: bool = True) -> Any:
     torch.manual_seed(0)
     model: Any = ThreeLayers()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    return model
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")

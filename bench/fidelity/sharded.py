@@ -24,7 +24,11 @@ from bench.fidelity.training import fit
 from bench.files import Results
 from bench.tables import table
 from commhooks.hook.spec import hook_spec
-from commhooks.integrations.fsdp import quantize_all_gather, quantize_reduce_scatter
+from commhooks.integrations.fsdp import (
+    QuantizedCollective,
+    quantize_all_gather,
+    quantize_reduce_scatter,
+)
 from commhooks.testing import close_ranks, run_ranks
 
 TORCH = ""
@@ -53,15 +57,10 @@ def train(
     torch.manual_seed(seed)
     model: Any = data.model()
     mesh = init_device_mesh("cpu", (size,))
-    differs = gathers.startswith(DIFFERENCES)
+    reshards = False if gathers.startswith(DIFFERENCES) else None
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False if differs else None)
-    quantized = []
-    if reduces:
-        quantized.append(quantize_reduce_scatter(model, hook_spec(reduces).config))
-    if gathers:
-        numbers = hook_spec(gathers.removeprefix(DIFFERENCES)).config
-        quantized.append(quantize_all_gather(model, numbers, differences=differs))
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+    quantized = quantize(model, reduces, gathers)
     batches = (data.batch(seed, step, rank) for step in range(chosen.steps))
     fit(model, chosen, chosen.usual, batches)
     saved = sum(each.plain_bytes - each.wire_bytes for each in quantized)
@@ -70,6 +69,18 @@ def train(
         each.remove()
     exact = _validate(model, data.validation(rank, size))
     return {"loss": loss, "loss_of_exact_parameters": exact, "saved_bytes": saved}
+
+
+def quantize(model: nn.Module, reduces: str, gathers: str) -> list[QuantizedCollective]:
+    """Quantize the collectives of a sharded model as a setting says."""
+    quantized = []
+    if reduces:
+        quantized.append(quantize_reduce_scatter(model, hook_spec(reduces).config))
+    if gathers:
+        numbers = hook_spec(gathers.removeprefix(DIFFERENCES)).config
+        differs = gathers.startswith(DIFFERENCES)
+        quantized.append(quantize_all_gather(model, numbers, differences=differs))
+    return quantized
 
 
 def _validate(model: nn.Module, batch: Any) -> float:
