@@ -39,6 +39,10 @@ class Probe:
     byte_cpu_seconds: float
 
 
+UNKNOWN = Probe(math.inf, math.inf, math.inf)
+"""Costs before the first probe."""
+
+
 async def probe(
     elements: int, device: torch.device, comm: Communicator, clock: Clock, backend: str
 ) -> Callable[[], Probe]:
@@ -78,7 +82,7 @@ def probe_of(
     return Probe(round_seconds, sending / sent, cpu / _MESSAGES / sent)
 
 
-def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
+def link_of(probes: Sequence[Probe], before: Probe) -> Probe:
     """Return what the probes of all ranks say together.
 
     The mean rate counts, because a rank that begins late finds bytes that its peer has sent before.
@@ -87,7 +91,7 @@ def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
     """
     if not probes:
         return before
-    every = [*probes, before] if before else probes
+    every = [*probes, before]
     return Probe(
         min(each.round_seconds for each in every),
         fmean(each.byte_seconds for each in probes),
@@ -95,10 +99,10 @@ def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
     )
 
 
-def probe_elements(before: Probe | None, model_bytes: int, size: int) -> int:
+def probe_elements(before: Probe, model_bytes: int, size: int) -> int:
     """Return the elements of each long message of the next probe."""
     nbytes = model_bytes * _FIRST_SHARE
-    if before is not None:
+    if before != UNKNOWN:
         nbytes = _LONG_SECONDS / max(before.byte_seconds, 1e-15)
     sent = min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
     return math.ceil(tensor_bytes("all_reduce", sent, size) / 4)
