@@ -150,7 +150,7 @@ struct HostGroup::Slot {
   }
   std::string describe() const {
     const auto type = static_cast<c10::ScalarType>(dtype);
-    return c10::str("bucket ", bucket, " (", bytes, " bytes of ", type, ")");
+    return c10::str("bucket ", bucket, " (", bytes, " bytes, averaged in ", type, ")");
   }
 };
 
@@ -397,7 +397,7 @@ std::vector<at::Tensor> HostGroup::tensors_at(
 // -------------------------------------------------------------------------------------- averaging
 
 std::unique_ptr<PendingResult> HostGroup::average(
-    const at::Tensor& tensor, size_t bucket, milliseconds timeout) {
+    const at::Tensor& tensor, c10::ScalarType wire_dtype, size_t bucket, milliseconds timeout) {
   const int64_t number = control_.packed;
   if (const auto earlier = number - static_cast<int64_t>(control_.slots.size()); earlier >= 0) {
     // The slot may be in use.
@@ -406,7 +406,7 @@ std::unique_ptr<PendingResult> HostGroup::average(
   Slot& slot = control_.slot(number);
   slot = {
       offset_of(tensor), static_cast<int64_t>(tensor.nbytes()), bucket,
-      static_cast<int64_t>(tensor.scalar_type())};
+      static_cast<int64_t>(wire_dtype)};
   std::shared_ptr<Operation> operation(
       new Operation{owner_of<Memory>(tensor), tensor, slot, number});
   {
@@ -462,7 +462,8 @@ bool HostGroup::sum_next_locked() {
   }
   const auto dtype = operation.tensor.scalar_type();
   const auto numel = static_cast<int64_t>(bytes / c10::elementSize(dtype));
-  sum(slices, operation.memory->own->data() + begin, numel, dtype);
+  const auto wire_dtype = static_cast<c10::ScalarType>(operation.slot.dtype);
+  sum(slices, operation.memory->own->data() + begin, numel, dtype, wire_dtype);
   ++summed_;
   advance(&Control::summed);
   return true;

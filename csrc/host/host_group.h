@@ -71,7 +71,10 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   }
   at::Tensor allocate(int64_t numel, c10::ScalarType dtype) override;
   std::unique_ptr<PendingResult> average(
-      const at::Tensor& tensor, size_t bucket, std::chrono::milliseconds timeout) override;
+      const at::Tensor& tensor,
+      c10::ScalarType wire_dtype,
+      size_t bucket,
+      std::chrono::milliseconds timeout) override;
 
   // Where peers find `tensor`, of `allocate`.
   int64_t offset_of(const at::Tensor& tensor) const;

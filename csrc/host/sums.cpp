@@ -31,24 +31,29 @@ struct Direct {
   }
 };
 
-template <typename Half>
-struct Converted {
-  using Stored = Half;
+// In fp32, and rounded to half precision on both ways.
+template <typename Number, typename Half>
+struct Rounded {
+  using Stored = Number;
   using Accumulator = float;
-  static const float* read(const Half* in, float* room, int64_t numel) {
-    convert_elements<Half, float>(in, room, numel, 1.0);
+  static const float* read(const Number* in, float* room, int64_t numel) {
+    using Via = std::conditional_t<std::is_same_v<Number, Half>, float, Half>;
+    convert_elements<Number, float, Via>(in, room, numel, 1.0);
     return room;
   }
-  static void write(const float* in, Half* out, int64_t numel, double scale) {
-    convert_elements<float, Half>(in, out, numel, scale);
+  static void write(const float* in, Number* out, int64_t numel, double scale) {
+    convert_elements<float, Number, Half>(in, out, numel, scale);
   }
 };
 
 template <typename Number>
 void add(const Number* a, const Number* b, Number* out, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    out[i] = a[i] + b[i];
-  }
+  on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i) {
+      out[i] = a[i] + b[i];
+    }
+  });
 }
 
 template <typename Format>
@@ -92,11 +97,17 @@ void sum(
     void* destination,
     int64_t numel,
     c10::ScalarType dtype,
+    c10::ScalarType wire_dtype,
     double scale) {
-  with_type(dtype, [&]<typename T>() {
-    constexpr bool is_half = sizeof(T) == 2;
-    using Format = std::conditional_t<is_half, Converted<T>, Direct<T>>;
-    sum_as<Format>(sources, destination, numel, scale);
+  with_type(dtype, [&]<typename Stored>() {
+    with_type(wire_dtype, [&]<typename Wire>() {
+      using Rounding = std::conditional_t<sizeof(Wire) == 2, Wire, Stored>;
+      if constexpr (sizeof(Rounding) == 2) {
+        sum_as<Rounded<Stored, Rounding>>(sources, destination, numel, scale);
+      } else {
+        sum_as<Direct<Stored>>(sources, destination, numel, scale);
+      }
+    });
   });
 }
 

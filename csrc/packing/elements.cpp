@@ -22,6 +22,12 @@ void from_half(Plain, const uint16_t* in, float* out, int64_t numel, float facto
   }
 }
 
+void round_to_half(Plain, const float* in, float* out, int64_t numel, float factor) {
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = static_cast<float>(c10::Half(in[i] * factor));
+  }
+}
+
 #ifdef COMMHOOKS_X86
 // For Avx2 and Avx512: eight at a time are as fast as memory, also if registers are wider.
 template <typename Set>
@@ -47,6 +53,19 @@ __attribute__((target("arch=x86-64-v3"))) void from_half(
     _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factors));
   }
   from_half(Plain(), in + i, out + i, numel - i, factor);
+}
+
+template <typename Set>
+__attribute__((target("arch=x86-64-v3"))) void round_to_half(
+    Set, const float* in, float* out, int64_t numel, float factor) {
+  const __m256 factors = _mm256_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(in + i), factors);
+    const __m128i half = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
+  }
+  round_to_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
 // Writes whole cache lines of `out` by `write_16_bytes(i)`, and other elements by `write(i)`.
@@ -83,6 +102,16 @@ void convert_elements<c10::Half, float>(
   on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
     from_half(
         set, static_cast<const uint16_t*>(source), static_cast<float*>(destination), numel,
+        static_cast<float>(scale));
+  });
+}
+
+template <>
+void convert_elements<float, float, c10::Half>(
+    const void* source, void* destination, int64_t numel, double scale) {
+  on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+    round_to_half(
+        set, static_cast<const float*>(source), static_cast<float*>(destination), numel,
         static_cast<float>(scale));
   });
 }

@@ -14,10 +14,10 @@
 
 namespace commhooks {
 
-// destination[i] = cast(scale * source[i]) for `numel` elements. Multiplies in fp64 if one of the
-// types is fp64, otherwise in fp32; rounds to nearest even. Source and destination may be the same
-// memory, but must not overlap otherwise.
-template <typename From, typename To>
+// destination[i] = cast(scale * source[i]) for `numel` elements, which are cast to `Via` first.
+// Multiplies in fp64 if one of the types is fp64, otherwise in fp32; rounds to nearest even. Source
+// and destination may be the same memory, but must not overlap otherwise.
+template <typename From, typename To, typename Via = To>
 void convert_elements(const void* source, void* destination, int64_t numel, double scale) {
   using Math =
       std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
@@ -27,7 +27,7 @@ void convert_elements(const void* source, void* destination, int64_t numel, doub
     const auto factor = static_cast<Math>(scale);
 #pragma GCC ivdep
     for (int64_t i = 0; i < numel; ++i) {
-      out[i] = static_cast<To>(static_cast<Math>(in[i]) * factor);
+      out[i] = static_cast<To>(static_cast<Via>(static_cast<Math>(in[i]) * factor));
     }
   });
 }
@@ -37,6 +37,8 @@ template <>
 void convert_elements<float, c10::Half>(const void*, void*, int64_t numel, double scale);
 template <>
 void convert_elements<c10::Half, float>(const void*, void*, int64_t numel, double scale);
+template <>
+void convert_elements<float, float, c10::Half>(const void*, void*, int64_t numel, double scale);
 
 // As `convert_elements<float, float>`, without loading the destination into the caches.
 void scale_streaming(const void* source, void* destination, int64_t numel, double scale);

@@ -91,13 +91,17 @@ const at::Tensor& Bucket::flat() {
   return flat_;
 }
 
+c10::ScalarType Bucket::packed_dtype(const PackFormat& format) const {
+  return format.keeps_views && grads_are_views_ ? dtype() : format.dtype.value_or(dtype());
+}
+
 const at::Tensor& Bucket::packed(const PackFormat& format) {
-  const auto wire_dtype = format.dtype.value_or(dtype());
-  if (wire_dtype == dtype()) {
+  const auto packed_as = packed_dtype(format);
+  if (packed_as == dtype()) {
     return flat();
   }
-  if (!wire_.defined() || wire_.scalar_type() != wire_dtype) {
-    wire_ = memory(wire_dtype);
+  if (!wire_.defined() || wire_.scalar_type() != packed_as) {
+    wire_ = memory(packed_as);
   }
   return wire_;
 }
@@ -201,7 +205,7 @@ void Bucket::flush(const PackFormat& format) {
     finite_ = at::ones({}, at::TensorOptions().dtype(c10::kBool).device(device()));
   }
   copier_.copy_pieces(
-      pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, leaves_cache(), finite_);
+      pieces_, dtype(), packed_dtype(format), format.scale, leaves_cache(), finite_);
   copy_tensors(sources_, destinations_, format.scale, finite_);
   pieces_.clear();
   pieces_numel_ = 0;
@@ -223,7 +227,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   }
   if (store_.is_nowhere()) {
     // Gradients may be views of the bucket's own memory.
-    return memory(format.dtype.value_or(dtype())).zero_();
+    return memory(packed_dtype(format)).zero_();
   }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {

@@ -140,6 +140,7 @@ class Bucket {
  private:
   // Returns the packed gradient at `position` as a view of `flat`.
   at::Tensor view(const at::Tensor& flat, size_t position) const;
+  c10::ScalarType packed_dtype(const PackFormat& format) const;
   // Returns the tensor that gradients are packed into.
   const at::Tensor& packed(const PackFormat& format);
   void gather(const PackFormat& format, size_t position);

@@ -47,9 +47,9 @@ BucketPipeline::BucketPipeline(
 // --------------------------------------------------------------------------------- between steps
 
 void BucketPipeline::set_hook(std::shared_ptr<Hook> hook) {
+  hook->use_transport(process_group(), transport());
   const PackFormat format = hook->format();
   const bool passes_through = hook->passes_through();
-  hook->use_transport(process_group(), transport());
   Lock lock(turn_.mutex);
   TORCH_CHECK(
       phase_ == Phase::Idle || !tracker_.any(), groups_.rank_prefix(),

@@ -31,7 +31,10 @@ AverageHook::AverageHook(
 
 PackFormat AverageHook::format() const {
   // Dividing first keeps the sum inside the range of half precision.
-  return {wire_dtype_, 1.0 / process_group_->getSize()};
+  return {
+      .dtype = wire_dtype_,
+      .scale = 1.0 / process_group_->getSize(),
+      .keeps_views = transport_ != nullptr};
 }
 
 bool AverageHook::passes_through() const {
@@ -41,7 +44,8 @@ bool AverageHook::passes_through() const {
 std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
   std::vector<at::Tensor> tensors = {bucket->getBuffer()};
   if (transport_) {
-    return transport_->average(tensors.front(), bucket->getIndex(), timeout());
+    const auto wire_dtype = wire_dtype_.value_or(tensors.front().scalar_type());
+    return transport_->average(tensors.front(), wire_dtype, bucket->getIndex(), timeout());
   }
   return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
 }

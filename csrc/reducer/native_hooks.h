@@ -10,7 +10,8 @@ namespace commhooks {
 
 // Averages by one all-reduce, which the backend may overlap with backward. With a wire dtype
 // gradients are divided by the number of ranks in fp32 and cast while they are packed, and cast
-// back while they are unpacked; the sum is computed in the wire dtype. Of sparse gradients, the
+// back while they are unpacked; the sum is computed in the wire dtype. Where gradients are views of
+// memory that ranks share, they are cast while they are summed instead. Of sparse gradients, the
 // average has all rows that any rank has.
 class AverageHook final : public Hook {
  public:

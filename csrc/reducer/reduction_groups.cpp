@@ -11,10 +11,10 @@ ReductionGroup::ReductionGroup(
     : hook(std::move(hook)),
       process_group(process_group),
       memory(std::move(memory)),
-      format(this->hook->format()),
-      passes_through(this->hook->passes_through()),
       ranks(process_group->getSize()) {
   this->hook->use_transport(process_group, transport());
+  format = this->hook->format();
+  passes_through = this->hook->passes_through();
 }
 
 ReductionGroups::ReductionGroups(

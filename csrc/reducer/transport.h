@@ -25,11 +25,15 @@ class Transport {
   virtual at::Tensor allocate(int64_t numel, c10::ScalarType dtype) = 0;
 
   // Starts to replace `tensor`, of `allocate`, by its sum over ranks; its numbers have been divided
-  // already. Every rank makes the same calls, in the same order. Nobody may write to the tensor
+  // already. If `wire_dtype` is a half precision, they are rounded to it before and after they are
+  // summed. Every rank makes the same calls, in the same order. Nobody may write to the tensor
   // before the result is complete. `bucket`: its index, which has to be the same on all ranks. A
   // wait for other ranks fails after `timeout`.
   virtual std::unique_ptr<PendingResult> average(
-      const at::Tensor& tensor, size_t bucket, std::chrono::milliseconds timeout) = 0;
+      const at::Tensor& tensor,
+      c10::ScalarType wire_dtype,
+      size_t bucket,
+      std::chrono::milliseconds timeout) = 0;
 };
 
 using TransportPtr = std::shared_ptr<Transport>;

@@ -80,6 +80,24 @@ def test_two_ranks_get_the_bits_of_gloo(dtype: torch.dtype, hook: str, views: bo
         assert all(torch.equal(a, b) for a, b in zip(ours, gloos, strict=True))
 
 
+def uneven(rank: int, world_size: int, views: bool) -> None:
+    options = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": views}
+    models = [DistributedDataParallel(Many(), **options), over_gloo(Many(), **options)]
+    for model in models:
+        commhooks.register(model, "bf16")
+        with model.join():
+            for step in range(1 + 2 * rank):
+                model.zero_grad()
+                model(gradients_of(rank, torch.float32, step)).backward()
+    for ours, gloos in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.grad, gloos.grad)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ranks_without_inputs_send_zeros_in_the_form_of_the_others(views: bool) -> None:
+    run_ranks(uneven, 2, views)
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_ranks_sum_in_the_order_of_ranks(dtype: torch.dtype, world_size: int) -> None:
@@ -283,28 +301,38 @@ def shared_bytes(model: DistributedDataParallel) -> int:
     return Path(f"/proc/self/fd/{transport.address[1]}").stat().st_blocks * 512
 
 
-def memory_of_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
+def memory_of_steps(rank: int, world_size: int, hook: str, options: dict[str, Any]) -> list[int]:
     empty = DistributedDataParallel(nn.Linear(1, 1))
     before = shared_bytes(empty)
     model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
+    commhooks.register(model, hook)
     found = []
     for _ in range(4):
         model(1.0).backward()
         found.append(shared_bytes(model) - before)
     dist.barrier()
+    commhooks.handle_of(model).remove()
     del model
     found.append(shared_bytes(empty) - before)
     return found
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_memory_is_that_of_the_buckets_and_is_given_back(lazy: bool) -> None:
-    options = {"lazy_bucket_allocation": lazy}
-    gradients = 4 * 4 * 300_000
+@pytest.mark.parametrize(
+    ("hook", "options", "bytes_per_element"),
+    [
+        ("allreduce", {}, 4),
+        ("allreduce", {"lazy_bucket_allocation": True}, 0),
+        ("bf16", {}, 2),
+        ("bf16", {"gradient_as_bucket_view": True}, 4),  # the views themselves
+    ],
+)
+def test_memory_is_that_of_the_buckets_and_is_given_back(
+    hook: str, options: dict[str, Any], bytes_per_element: int
+) -> None:
     room = 64 << 10  # pages, and what ranks tell each other
-    for *steps, after in run_ranks(memory_of_steps, 2, options):
+    for *steps, after in run_ranks(memory_of_steps, 2, hook, options):
         for used in steps:
-            assert abs(used - (0 if lazy else gradients)) < room, steps
+            assert abs(used - 4 * 300_000 * bytes_per_element) < room, steps
         assert after < room
 
 

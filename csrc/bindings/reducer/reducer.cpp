@@ -74,7 +74,7 @@ void mean_of(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
     sources.push_back(tensor.const_data_ptr());
   }
   const double scale = 1.0 / static_cast<double>(tensors.size());
-  sum(sources, out.data_ptr(), out.numel(), out.scalar_type(), scale);
+  sum(sources, out.data_ptr(), out.numel(), out.scalar_type(), out.scalar_type(), scale);
 }
 
 double seconds(Span::Clock::time_point time) {
