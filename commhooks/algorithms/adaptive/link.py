@@ -19,14 +19,14 @@ from commhooks.costs.step_trace import Collective, Members
 ALL = Members(1, spans_nodes=True)
 """All ranks, each on a node of its own."""
 _ROUNDS, _MESSAGES = 6, 3
-"""Of a probe: small messages, and long ones, of which the first only fills the buffers."""
+"""Small messages of a probe, and long ones. The first long one only fills the buffers."""
 _MOST_ROUNDS = 1 / 8
-"""Of the time of a long message: late threads must not make the link seem faster by a fifth."""
+"""The largest share of rounds in a long message: late threads must not make links seem faster."""
 _LONG_BYTES, _MOST_BYTES, _LONG_SECONDS = 1 << 20, 1 << 24, 10e-3
 """A message of a probe has at least these bytes and takes this long: links have buffers, so that
 after a pause some bytes pass faster than the rate, and small messages wait for late threads."""
 _FIRST_SHARE = 1 / 8
-"""Of the model, in each message of the first probe."""
+"""The share of the model in each message of the first probe."""
 _UNLIMITED = 1e15
 
 

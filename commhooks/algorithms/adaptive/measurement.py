@@ -223,7 +223,7 @@ class Measurement:
         self._reads.append(lambda: into.update({key: value(copy.read())}))
 
     def report(self, agenda: Agenda) -> Report:
-        """Return what was measured, all of it in earlier steps."""
+        """Return the measurements of earlier steps."""
         for read in self._reads:
             read()
         if not agenda.trials:
