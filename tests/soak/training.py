@@ -1,6 +1,7 @@
 """What one rank does in a trial: it trains, and runs into its fault."""
 
 import hashlib
+import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -77,6 +78,10 @@ def _train(rank: int, trial: Trial, folder: Path, first: int, outcome: Outcome) 
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         handle.load_state_dict(saved["hook"])
+    if trial.is_uneven:
+        pauses = random.Random(f"{trial.seed} {rank}")
+        for parameter in module.parameters():
+            parameter.register_hook(lambda _: time.sleep(pauses.choice((0.0, 0.0, 0.05))))
     backward_hook = next(module.parameters()).register_hook(lambda _: injector.reach("backward"))
     for step in range(first, trial.steps):
         if step == trial.checkpoint and not first:

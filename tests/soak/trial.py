@@ -85,6 +85,8 @@ class Trial:
     """Step, and the hook that is used from there."""
     checkpoint: int | None
     """The step before which a checkpoint is written; a second run resumes from it."""
+    is_uneven: bool
+    """Whether each rank pauses at random before gradients."""
 
     @property
     def agrees(self) -> bool:
@@ -124,6 +126,7 @@ def draw(seed: int) -> Trial:
     checkpoint = rng.randint(1, steps - 1) if resumes else None
     if not torch_ddp:
         options["host_memory"] = rng.random() < 0.5
+    is_uneven = rng.random() < 0.3
     return Trial(
         seed,
         world_size,
@@ -136,6 +139,7 @@ def draw(seed: int) -> Trial:
         fault,
         replacement,
         checkpoint,
+        is_uneven,
     )
 
 
