@@ -46,16 +46,10 @@ class LinkError(CommHookError):
 class ShapedLink:
     """Hosts joined by a link; put ``prefixes[i]`` before a command to run it as rank i."""
 
-    bits_per_second: float
     prefixes: tuple[tuple[str, ...], ...]
     interface: str = _INTERFACE
     address: str = f"{_NETWORK}.1"
     """The IP address of host 0."""
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The rate of one direction of one host's link."""
-        return self.bits_per_second / 8
 
 
 def unavailable() -> str | None:
@@ -100,7 +94,7 @@ def shaped_link(
             _shape(host, bits_per_second)
         of_ranks = [host for host in hosts for _ in range(ranks_per_host)]
         prefixes = tuple(("ip", "netns", "exec", host) for host in of_ranks)
-        yield ShapedLink(bits_per_second, prefixes)
+        yield ShapedLink(prefixes)
 
 
 def burst_bytes(bits_per_second: float) -> float:

@@ -40,7 +40,7 @@ rates. Nothing of this has been measured, because no machine with two GPUs was a
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import Collective, Members
@@ -69,32 +69,6 @@ class Cost:
             self.node_bytes / network.node_link.bytes_per_second,
             self.cpu_seconds,
         )
-
-
-class Backend(Protocol):
-    """A library of collectives, such as Gloo or NCCL."""
-
-    @property
-    def name(self) -> str:
-        """The name that ``CommHook.backends`` uses."""
-        ...
-
-    @property
-    def concurrent(self) -> int:
-        """Number of collectives that one process group executes at the same time."""
-        ...
-
-    @property
-    def has_stage_groups(self) -> bool:
-        """Whether hooks get a process group per stage, and end a step with a vote.
-
-        See commhooks/runtime/scheduler.py.
-        """
-        ...
-
-    def cost(self, collective: Collective, network: Network) -> Cost:
-        """Return the cost of one collective. Raises ValueError for an unknown operation."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +129,10 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Gloo:
-    """The rates of a machine, as :mod:`commhooks.lab.simulation.measurements` measures them."""
+    """Gloo, with the rates of a machine: Note [Costs in Gloo].
+
+    :mod:`commhooks.lab.simulation.measurements` measures them.
+    """
 
     round_seconds: float
     """From the start of a message until its receiver continues, without the network's latency."""
@@ -165,11 +142,14 @@ class Gloo:
     """The time to send one byte, receive one, and add it if the collective adds."""
 
     name: ClassVar[str] = "gloo"
+    """The name that ``CommHook.backends`` uses."""
     concurrent: ClassVar[int] = 2  # threads of PyTorch's process group
+    """Number of collectives that one process group executes at the same time."""
     has_stage_groups: ClassVar[bool] = True
+    """Whether hooks get a process group per stage, and vote: commhooks/runtime/scheduler.py."""
 
     def cost(self, collective: Collective, network: Network) -> Cost:
-        """See Note [Costs in Gloo]."""
+        """Return the cost of a collective. Raises ValueError for an unknown operation."""
         members = collective.members
         traffic = self._traffic(collective, _Shape.of(members, network))
         waiting = max(0.0, self.round_seconds - self.message_cpu_seconds)
@@ -210,14 +190,14 @@ class Gloo:
 
 @dataclass(frozen=True)
 class NCCL:
-    """NCCL with its own tuning table; it has no options."""
+    """NCCL with its own tuning table: Note [Costs in NCCL]."""
 
     name: ClassVar[str] = "nccl"
     concurrent: ClassVar[int] = 1  # the collectives of a communicator run one after the other
     has_stage_groups: ClassVar[bool] = False
 
     def cost(self, collective: Collective, network: Network) -> Cost:
-        """See Note [Costs in NCCL]."""
+        """Return the cost of a collective. Raises ValueError for an unknown operation."""
         members = collective.members
         shape = _Shape.of(members, network)
         nbytes, size, nodes = collective.tensor_bytes, shape.size, shape.nodes
@@ -259,6 +239,10 @@ class NCCL:
             case "exchange" | "push":
                 return pairs(nbytes, 1)
         raise _unknown(collective)
+
+
+Backend: TypeAlias = Gloo | NCCL
+"""A library of collectives."""
 
 
 def _unknown(collective: Collective) -> ValueError:

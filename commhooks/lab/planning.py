@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from commhooks.algorithms.adaptive.choices import exact_names, group_parameters
 from commhooks.algorithms.wrappers.trial import Trial, relative_error
@@ -35,9 +34,9 @@ from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
+from commhooks.lab.simulation.study import BASELINE
 from commhooks.planning import Choice, Group, Problem
-from commhooks.planning.problem import Outcomes, overheads_of, relative
-from commhooks.precision import at_least_float32
+from commhooks.planning.problem import overhead_of, relative
 from reducer import GradBucket
 
 _RANKS = 2
@@ -49,8 +48,8 @@ class Measured:
     """The measurements of a job. Hooks are given by the texts of their specs."""
 
     groups: tuple[Group, ...]
-    outcomes: Outcomes
-    """What hooks do with groups; without those that cannot average a group."""
+    outcomes: Mapping[str, Mapping[int, Choice]]
+    """What hooks do with the groups that they can average, by hook and the group's position."""
     step: StepTrace
     """A step without hooks."""
     gloo: Gloo
@@ -67,9 +66,9 @@ class Measured:
 
         Groups that it cannot average are averaged exactly.
         """
-        of_hook = {i: each.error for (i, its), each in self.outcomes.items() if its == hook}
-        squares = ((error * self.groups[i].norm) ** 2 for i, error in of_hook.items())
-        return relative(squares, (group.norm for group in self.groups))
+        norms = [group.norm for group in self.groups]
+        squares = ((each.error * norms[i]) ** 2 for i, each in self.outcomes[hook].items())
+        return relative(squares, norms)
 
     def problem(
         self,
@@ -86,17 +85,17 @@ class Measured:
         The ranks compute ``speed`` times as fast as this machine.
         """
         outcomes = {
-            key: merged_work([each], lambda seconds: seconds[0] / speed)
-            for key, each in self.outcomes.items()
+            hook: {i: merged_work([each], lambda s: s[0] / speed) for i, each in of_hook.items()}
+            for hook, of_hook in self.outcomes.items()
         }
-        overheads = overheads_of(outcomes, hooks)
+        overheads = {hook: overhead_of(outcomes[hook].values()) for hook in hooks}
         groups = (
             replace(
                 group,
                 choices={
-                    hook: outcomes[i, hook].scaled(group.elements, overheads[hook])
+                    hook: outcomes[hook][i].scaled(group.elements, overheads[hook])
                     for hook in (hooks[:1] if group.is_exact else hooks)
-                    if (i, hook) in outcomes
+                    if i in outcomes[hook]
                 },
             )
             for i, group in enumerate(self.groups)
@@ -125,21 +124,20 @@ def measure_groups(
     """
     exact_names(exact, {}, None)  # before processes start
     reasons: dict[str, str] = {}
-    outcomes: dict[tuple[int, str], Choice] = {}
+    outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
         ranks.make(_Side, job, tuple(exact), world_size)
         groups, step = ranks.do(_Side.prepared)[0]
         for hook in hooks:
             try:
-                found, refusal = ranks.do(_Side.measure, hook.config)[0]
+                outcomes[hook.text], refusal = ranks.do(_Side.measure, hook.config)[0]
             except Exception as error:
                 if hook is hooks[0]:
                     raise
-                found, refusal = {}, reason_of(error)
+                outcomes[hook.text], refusal = {}, reason_of(error)
                 ranks.restart()
-            outcomes |= {(i, hook.text): outcome for i, outcome in found.items()}
-            if not found:
+            if not outcomes[hook.text]:
                 reasons[hook.text] = refusal
     return Measured(groups, outcomes, step, gloo, reasons)
 
@@ -155,7 +153,11 @@ class _Side(RankSide):
         self.step = self.profile(apart.__contains__)  # as the hook `auto` divides buckets
         names = [bucket.names for bucket in self.step.buckets]
         groups = group_parameters(names, self.parameters, apart, self.roles)
-        self.groups = tuple(replace(group, norm=self._norm(group)) for group in groups)
+        plain = (self._squares(create(BASELINE), self._gradients(group)) for group in groups)
+        self.groups = tuple(
+            replace(group, norm=math.sqrt(square))
+            for group, (_, square) in zip(groups, plain, strict=True)
+        )
         known = dry_run_sizes([world_size], job.ranks_per_node)
         self._sizes = [world_size] if world_size in known else known
         self._traces: dict[object, BucketTrace] = {}
@@ -173,12 +175,10 @@ class _Side(RankSide):
         found, refusal = dict[int, Choice](), ""
         for i, group in enumerate(self.groups):
             gradients = self._gradients(group)
-            parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
             try:
                 made = create(config)
-                with torch.no_grad():
-                    error = self._error(made, gradients, parameters)
-                    trace = self._trace(config, gradients, parameters)
+                error = relative_error(*self._squares(made, gradients))
+                trace = self._trace(config, gradients)
             except CommHookError as failure:  # on all ranks alike
                 refusal = refusal or reason_of(failure)
                 continue
@@ -191,20 +191,13 @@ class _Side(RankSide):
         members = [bucket.names.index(name) for name in group.names]
         return BucketPart(bucket, members).bucket(0, is_last=True)
 
-    def _norm(self, group: Group) -> float:
-        """Return the norm of the average gradient."""
-        flat = self._gradients(group).buffer()
-        average = flat.to(at_least_float32(flat.dtype), copy=True).div_(_RANKS)
-        dist.all_reduce(average)
-        return math.sqrt(average.double().square().sum())
-
-    def _error(
-        self, hook: CommHook, gradients: GradBucket, parameters: Mapping[str, Tensor]
-    ) -> float:
-        """Average a bucket, which does not change, and return the relative error.
+    @torch.no_grad()
+    def _squares(self, hook: CommHook, gradients: GradBucket) -> Sequence[float]:
+        """Average a bucket, which does not change: return |average - exact|^2 and |exact|^2.
 
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
+        parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
         trial, step = Trial(hook, parameters, self._group, self.roles), self.job.first_step
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
         coroutine = trial.run(sample, Communicator(self._group, step=step, key=sample.key))
@@ -212,7 +205,8 @@ class _Side(RankSide):
             try:
                 pending = coroutine.send(None)
             except StopIteration as stop:
-                return relative_error(*stop.value.tolist())
+                squares: list[float] = stop.value.tolist()
+                return squares
             if isinstance(pending, Exchange) or pending.members:
                 coroutine.close()
                 raise CommHookError(
@@ -221,16 +215,12 @@ class _Side(RankSide):
                 )
             pending.run(self._group)
 
-    def _trace(
-        self,
-        config: Mapping[str, Any],
-        gradients: GradBucket,
-        parameters: Mapping[str, Tensor],
-    ) -> BucketTrace:
+    def _trace(self, config: Mapping[str, Any], gradients: GradBucket) -> BucketTrace:
         """Return what the hook does with a bucket in a typical step."""
         key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
         if key not in self._traces:
             nodes, first = self.job.ranks_per_node, self.job.first_step
+            parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
             run = partial(dry_run, config, [gradients], parameters, self.roles)
             by_size = {
                 size: run(size=size, ranks_per_node=nodes, first_step=first) for size in self._sizes

@@ -1,7 +1,8 @@
 """What there is to choose from, in numbers, and what a hook for each group costs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -51,25 +52,18 @@ class Choice:
         return replace(scaled, elements=elements)
 
 
-Outcomes: TypeAlias = Mapping[tuple[int, str], Choice]
-"""What hooks have done with groups or samples of them, by the group's position and the hook."""
-
-
-def overheads_of(outcomes: Outcomes, hooks: Iterable[str]) -> dict[str, float]:
-    """Return the seconds of a run of each hook on nothing, by what it has done with samples.
+def overhead_of(tried: Iterable[Choice]) -> float:
+    """Return the seconds of a run of a hook on nothing, by what it has done with samples.
 
     On a line through the fewest and the most elements. If there are not twice as many, which does
     not tell the costs apart, half of the time counts.
     """
-    found = {}
-    for hook in hooks:
-        points = [(c.elements, c.seconds) for (_, its), c in outcomes.items() if its == hook]
-        (least, shortest), (most, longest) = min(points or [(0, 0.0)]), max(points or [(0, 0.0)])
-        at_zero = shortest / 2
-        if most > 0 and most >= 2 * least:
-            at_zero = shortest - (longest - shortest) * least / (most - least)
-        found[hook] = min(shortest, max(0.0, at_zero))
-    return found
+    points = [(choice.elements, choice.seconds) for choice in tried] or [(0, 0.0)]
+    (least, shortest), (most, longest) = min(points), max(points)
+    at_zero = shortest / 2
+    if most > 0 and most >= 2 * least:
+        at_zero = shortest - (longest - shortest) * least / (most - least)
+    return min(shortest, max(0.0, at_zero))
 
 
 @dataclass(frozen=True)
@@ -92,19 +86,15 @@ class Group:
         return label_of(self.names)
 
     def loss(self, hook: str) -> float:
-        """Return the group's part of the sum of squared errors."""
-        return squared_error(self.choices[hook].error, self.norm)
+        """Return |average - exact|^2 of a hook with error feedback, after many steps.
 
-
-def squared_error(error: float, norm: float) -> float:
-    """Return |average - exact|^2 of a hook with error feedback, after many steps.
-
-    It averages p = g + r, where r is the error of the step before, so |r| = ``error`` |p|. If r
-    does not depend on the gradient g, whose average has this ``norm``, |p|^2 = |g|^2 + |r|^2.
-    """
-    if norm == 0 or error == 0:
-        return 0.0
-    return (error * norm) ** 2 / (1 - error**2) if error < 1 else math.inf
+        It averages p = g + r, where r is the error of the step before, so |r| = ``error`` |p|. If r
+        does not depend on the gradient g, whose average has this ``norm``, |p|^2 = |g|^2 + |r|^2.
+        """
+        error = self.choices[hook].error
+        if self.norm == 0 or error == 0:
+            return 0.0
+        return (error * self.norm) ** 2 / (1 - error**2) if error < 1 else math.inf
 
 
 def relative(squares: Iterable[float], norms: Iterable[float]) -> float:
@@ -140,26 +130,24 @@ class Problem:
     error: float
 
     def __post_init__(self) -> None:
-        names = [name for group in self.groups for name in group.names]
-        wrong = ""
-        if not self.error >= 0:
-            wrong = f"error: expected a limit of at least 0, found {self.error}"
-        elif len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            wrong = f"parameter {twice!r} is in two groups"
-        if wrong := wrong or next(filter(None, map(self._wrong_in, self.groups)), ""):
+        if (wrong := next(self._wrong(), None)) is not None:
             raise CommHookOptionError(wrong)
 
-    def _wrong_in(self, group: Group) -> str:
-        errors = {hook: choice.error for hook, choice in group.choices.items()}
-        wrong = ""
-        if not 0 <= group.norm < math.inf:
-            wrong = f"expected a finite norm, found {group.norm}"
-        elif self.plain not in errors or not errors.keys() <= self.overheads.keys():
-            wrong = f"expected choices of {', '.join(self.overheads)}, found {list(errors)}"
-        elif errors[self.plain] != 0 or not all(error >= 0 for error in errors.values()):
-            wrong = f"expected errors of at least 0, that of {self.plain} 0, found {errors}"
-        return wrong and f"group {group.label!r}: {wrong}"
+    def _wrong(self) -> Iterator[str]:
+        """Yield what does not belong together. The first one counts: others may rely on it."""
+        if not self.error >= 0:
+            yield f"error: expected a limit of at least 0, found {self.error}"
+        names = Counter(name for group in self.groups for name in group.names)
+        yield from (f"parameter {name!r} is in two groups" for name in names if names[name] > 1)
+        for group in self.groups:
+            errors = {hook: choice.error for hook, choice in group.choices.items()}
+            expected = f"group {group.label!r}: expected"
+            if not 0 <= group.norm < math.inf:
+                yield f"{expected} a finite norm, found {group.norm}"
+            if self.plain not in errors or not errors.keys() <= self.overheads.keys():
+                yield f"{expected} choices of {', '.join(self.overheads)}, found {list(errors)}"
+            if errors[self.plain] != 0 or not all(error >= 0 for error in errors.values()):
+                yield f"{expected} errors of at least 0, that of {self.plain} 0, found {errors}"
 
     @property
     def plain(self) -> str:

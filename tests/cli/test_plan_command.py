@@ -61,7 +61,7 @@ def test_errors_are_those_of_averages_of_different_gradients(measured: Measured)
         assert names == [f"0.{kind}", f"2.{kind}", f"3.{kind}"]
     for i in weights:
         hooks = ("allreduce", "int8", "powersgd:rank=2,start_step=0", "int4")
-        plain, int8, powersgd, int4 = (measured.outcomes[i, hook].error for hook in hooks)
+        plain, int8, powersgd, int4 = (measured.outcomes[hook][i].error for hook in hooks)
         assert plain == 0
         assert 0 < int8 < int4 < 0.5
         assert powersgd < 1
@@ -126,9 +126,14 @@ def test_candidates_that_end_their_process_or_refuse_all_groups() -> None:
         "dying": "rank 1 of 2 died with exit code 7",
         "refusing": "not this model",
     }
-    positions = range(len(found.groups))
-    assert {(i, hook) for i in positions for hook in ("allreduce", "int8")} == set(found.outcomes)
-    assert all(found.outcomes[i, "allreduce"].error == 0 for i in positions)
+    positions = set(range(len(found.groups)))
+    assert {hook: set(of_hook) for hook, of_hook in found.outcomes.items()} == {
+        "allreduce": positions,
+        "dying": set(),
+        "refusing": set(),
+        "int8": positions,
+    }
+    assert all(each.error == 0 for each in found.outcomes["allreduce"].values())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from support.planning_problems import everyone
 
 from commhooks.costs.step_trace import Collective
 from commhooks.planning import Choice
-from commhooks.planning.problem import overheads_of
+from commhooks.planning.problem import overhead_of
 
 
 def outcome(elements: int, seconds: float) -> Choice:
@@ -25,9 +25,7 @@ def outcome(elements: int, seconds: float) -> Choice:
     ],
 )
 def test_the_time_of_a_run_on_nothing(points: list[tuple[int, float]], overhead: float) -> None:
-    outcomes = {(i, "half"): outcome(*point) for i, point in enumerate(points)}
-    expected = {"allreduce": 0.0, "half": pytest.approx(overhead)}
-    assert overheads_of(outcomes, ("allreduce", "half")) == expected
+    assert overhead_of(outcome(*point) for point in points) == pytest.approx(overhead)
 
 
 def test_the_rest_grows_with_the_elements_and_bytes_as_the_formula_says() -> None:

@@ -14,9 +14,8 @@ from commhooks.costs.backends import Gloo
 from commhooks.costs.step_trace import Collective
 from commhooks.costs.timeline import Span
 from commhooks.planning import Choice, Plan, Problem, solve
-from commhooks.planning.greedy import proposals
 from commhooks.planning.problem import Assignment
-from commhooks.planning.solver import without_contention
+from commhooks.planning.solver import proposals, without_contention
 
 seeds = st.integers(0, 10_000)
 

@@ -15,20 +15,19 @@ same number. So what was sent under the number of the present step is of a faile
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.comm.communicator import Communicator
 
-_Answer = TypeVar("_Answer")
 _LEAST_BYTES = 1 << 14
 _HEADER = 8
 """Bytes of the length at the beginning of a message."""
 
 
-class Agreement(Generic[_Answer]):
+class Agreement:
     """Gives all ranks what rank 0 decides by their reports, see Note [One plan].
 
     Messages are padded, so that ranks know the sizes of all. If one is longer, all are sent again
@@ -38,7 +37,7 @@ class Agreement(Generic[_Answer]):
         decide: Called on rank 0 with the reports of all ranks and the number of the step.
     """
 
-    def __init__(self, decide: Callable[[Sequence[Any], int], _Answer]) -> None:
+    def __init__(self, decide: Callable[[Sequence[Any], int], object]) -> None:
         self._decide = decide
         self._bytes = _LEAST_BYTES
         self.cancel()
@@ -48,7 +47,7 @@ class Agreement(Generic[_Answer]):
         self._message: bytes | None = None
         self._has_gathered = False
         self._sent: tuple[int, int, HostCopy] | None = None
-        """In which step the last message was sent, by which rank, and its result."""
+        """The step in which the last message was sent, this rank, and the result."""
 
     @property
     def is_open(self) -> bool:
@@ -59,8 +58,8 @@ class Agreement(Generic[_Answer]):
         """Send the report from this step on."""
         self._message = pickle.dumps(report)
 
-    def begin_step(self, step: int) -> _Answer | None:
-        """Read what the step before has sent. Return what rank 0 has decided when it is there."""
+    def begin_step(self, step: int) -> Any:
+        """Read what the step before has sent. Return what rank 0 has decided, None until then."""
         sent, self._sent = self._sent, None
         if sent is None or sent[0] == step:
             return None
@@ -74,8 +73,7 @@ class Agreement(Generic[_Answer]):
         known = [pickle.loads(each[_HEADER:]) for each in messages]  # which ignores the padding
         if self._has_gathered:
             self.cancel()
-            answer: _Answer = known[0]
-            return answer
+            return known[0]
         self._has_gathered = True
         self._message = pickle.dumps(self._decide(known, step) if rank == 0 else None)
         return None

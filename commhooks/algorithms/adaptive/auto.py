@@ -29,17 +29,17 @@ from commhooks.algorithms.adaptive.choices import (
     wire_bytes_of,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.planner import Candidates, Course, Decision, Planner
+from commhooks.algorithms.adaptive.planner import Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
 from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
 from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
+from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import KnowsModel, native_of
-from commhooks.hook.options import Limits, Made
+from commhooks.hook.options import Limits, Made, from_json
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
@@ -48,7 +48,6 @@ from reducer import GradBucket
 from reducer.native import NativeHook
 
 Candidate = Annotated[CommHook, Made(hook_of_spec)]
-PlanOption = Annotated[Plan | None, Made(plan_of)]
 
 
 @register_hook("auto")
@@ -87,7 +86,7 @@ class Auto(KnowsModel, CommHook):
             the plan has a parameter that the model has not.
     """
 
-    error: float | Candidate = "int4"  # type: ignore[assignment]  # becomes a hook
+    error: Annotated[float, Limits(ge=0)] | Candidate = "int4"  # type: ignore[assignment]  # a hook
     """The limit: relative to the norm of the exact average, or a hook whose error on the whole
     model is the limit."""
     candidates: list[Candidate] | None = None
@@ -95,7 +94,7 @@ class Auto(KnowsModel, CommHook):
     other packages with ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""
-    plan: PlanOption = field(default=None, repr=False, compare=False)
+    plan: Annotated[Plan | None, Made(plan_of)] = field(default=None, repr=False, compare=False)
     """A plan to use for good: what ``commhooks plan --save`` wrote, or its path. Nothing is
     measured then, and equal runs have equal bits. Otherwise the plan in use is here."""
     replan: Annotated[int, Limits(ge=1)] = 500
@@ -119,10 +118,6 @@ class Auto(KnowsModel, CommHook):
             check_candidate(hook, f"option 'candidates.{i}' of hook {self.name!r}")
         if isinstance(self.error, CommHook):
             check_candidate(self.error, f"option 'error' of hook {self.name!r}")
-        elif not self.error >= 0:
-            raise CommHookOptionError(
-                f"option 'error' of hook {self.name!r}: expected at least 0, found {self.error}"
-            )
         self._hooks: dict[str, CommHook] = {AllReduce.name: AllReduce()} | own
         """By specs, the exact one first."""
         self._table = HookTable([*self._hooks.values()], {})
@@ -143,7 +138,8 @@ class Auto(KnowsModel, CommHook):
 
         Raises CommHookError for such a candidate if the user has named the candidates.
         """
-        former = self._measuring if self._parameters.keys() == parameters.keys() else None
+        is_same = self._parameters.keys() == parameters.keys()
+        course = self._measuring.course if self._measuring is not None and is_same else Course()
         self._measuring = None
         self._parameters = parameters
         self._exact_names = exact_names(self.exact, parameters, self.roles)
@@ -160,9 +156,7 @@ class Auto(KnowsModel, CommHook):
         elif group.size() == 1:
             self.plan = Plan.exact("Average exactly: there is one rank, so nothing is sent.")
         else:
-            self._measuring = self._measurement(usable, parameters, group)
-            if former is not None:
-                self._measuring.load(former.course)
+            self._measuring = self._measurement(usable, group, course)
         self._use_plan()
 
     def bucket_key(self, parameter: str) -> Hashable:
@@ -218,7 +212,7 @@ class Auto(KnowsModel, CommHook):
 
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
-        if self._measuring is not None and self._measuring.course.plan is not None:
+        if self._measuring is not None and self.history:
             text = bytearray(json.dumps(self._measuring.course.to_json()).encode())
             self.state = {STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
         return super().state_dict()
@@ -231,7 +225,7 @@ class Auto(KnowsModel, CommHook):
         course = Course()
         try:
             if entry := self.state.get(STATE_KEY):
-                course = Course.from_json(json.loads(bytes(entry["json"].tolist())))
+                course = from_json(Course, json.loads(bytes(entry["json"].tolist())))
             self._measuring.load(course)
             self._use_plan()
         except (KeyError, TypeError, ValueError) as error:
@@ -244,17 +238,14 @@ class Auto(KnowsModel, CommHook):
     # --------------------------------------------------------------------------------- parts of it
 
     def _measurement(
-        self,
-        usable: Mapping[str, CommHook],
-        parameters: Mapping[str, Tensor],
-        group: dist.ProcessGroup,
+        self, usable: Mapping[str, CommHook], group: dist.ProcessGroup, course: Course
     ) -> Measurement:
         if not isinstance(group, dist.ProcessGroup):
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        hooks = dict(usable)
+        hooks, parameters = dict(usable), self._parameters
         limit: float | str
         if isinstance(self.error, CommHook):
             limit = 0.0 if is_lossless(self.error) else spec_of(self.error)
@@ -262,27 +253,27 @@ class Auto(KnowsModel, CommHook):
         else:
             limit = self.error
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        candidates = Candidates(
-            list(usable),
-            {spec for spec, hook in hooks.items() if is_lossless(hook)},
-            limit,
-            size=group.size(),
-            backend=group._get_backend(device).name(),  # noqa: SLF001
-            sent=lambda spec, names: wire_bytes_of(hooks[spec], names, parameters, group.size()),
-        )
         trials = {s: Trial(hook, parameters, group, self.roles) for s, hook in hooks.items()}
 
         def planner_of(buckets: Buckets) -> Planner:
-            names, nbytes = [each for each, _ in buckets], sum(nbytes for _, nbytes in buckets)
-            groups = group_parameters(names, parameters, self._exact_names, self.roles or {})
-            return Planner(candidates, groups, nbytes, replan=self.replan)
+            names = [each for each, _ in buckets]
+            return Planner(
+                group_parameters(names, parameters, self._exact_names, self.roles or {}),
+                sum(nbytes for _, nbytes in buckets),
+                hooks=list(usable),
+                lossless={spec for spec, hook in hooks.items() if is_lossless(hook)},
+                limit=limit,
+                size=group.size(),
+                backend=group._get_backend(device).name(),  # noqa: SLF001
+                replan=self.replan,
+                sent=lambda spec, own: wire_bytes_of(hooks[spec], own, parameters, group.size()),
+            )
 
-        return Measurement(planner_of, trials, self._table, clock_of(device))
+        return Measurement(planner_of, trials, self._table, clock_of(device), course)
 
     def _use_plan(self) -> None:
         if self._measuring is not None:
-            not_yet = "Average exactly: nothing has been measured yet."
-            self.plan = self._measuring.course.plan or Plan.exact(not_yet)
+            self.plan = self._measuring.course.plan
         hook_of = {} if self.plan is None else self.plan.hook_of()
         positions = {spec: i for i, spec in enumerate(self._hooks)}
         self._table.change({n: positions[hook_of.get(n, AllReduce.name)] for n in self._parameters})

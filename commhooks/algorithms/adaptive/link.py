@@ -19,14 +19,14 @@ from commhooks.costs.step_trace import Collective, Members
 ALL = Members(1, spans_nodes=True)
 """All ranks, each on a node of its own."""
 _ROUNDS, _MESSAGES = 6, 3
-"""Of a probe: small messages, and long ones, of which the first only fills the buffers."""
+"""Small messages of a probe, and long ones. The first long one only fills the buffers."""
 _MOST_ROUNDS = 1 / 8
-"""Of the time of a long message: late threads must not make the link seem faster by a fifth."""
+"""The largest share of rounds in a long message: late threads must not make links seem faster."""
 _LONG_BYTES, _MOST_BYTES, _LONG_SECONDS = 1 << 20, 1 << 24, 10e-3
 """A message of a probe has at least these bytes and takes this long: links have buffers, so that
 after a pause some bytes pass faster than the rate, and small messages wait for late threads."""
 _FIRST_SHARE = 1 / 8
-"""Of the model, in each message of the first probe."""
+"""The share of the model in each message of the first probe."""
 _UNLIMITED = 1e15
 
 
@@ -37,6 +37,10 @@ class Probe:
     round_seconds: float
     byte_seconds: float
     byte_cpu_seconds: float
+
+
+UNKNOWN = Probe(math.inf, math.inf, math.inf)
+"""Costs before the first probe."""
 
 
 async def probe(
@@ -78,7 +82,7 @@ def probe_of(
     return Probe(round_seconds, sending / sent, cpu / _MESSAGES / sent)
 
 
-def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
+def link_of(probes: Sequence[Probe], before: Probe) -> Probe:
     """Return what the probes of all ranks say together.
 
     The mean rate counts, because a rank that begins late finds bytes that its peer has sent before.
@@ -87,7 +91,7 @@ def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
     """
     if not probes:
         return before
-    every = [*probes, before] if before else probes
+    every = [*probes, before]
     return Probe(
         min(each.round_seconds for each in every),
         fmean(each.byte_seconds for each in probes),
@@ -95,10 +99,10 @@ def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
     )
 
 
-def probe_elements(before: Probe | None, model_bytes: int, size: int) -> int:
+def probe_elements(before: Probe, model_bytes: int, size: int) -> int:
     """Return the elements of each long message of the next probe."""
     nbytes = model_bytes * _FIRST_SHARE
-    if before is not None:
+    if before != UNKNOWN:
         nbytes = _LONG_SECONDS / max(before.byte_seconds, 1e-15)
     sent = min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
     return math.ceil(tensor_bytes("all_reduce", sent, size) / 4)

@@ -5,18 +5,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.agreement import Agreement
 from commhooks.algorithms.adaptive.choices import Buckets
-from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
-from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report, Times
+from commhooks.algorithms.adaptive.link import ALL, probe, tensor_bytes
+from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable
 from commhooks.algorithms.wrappers.timing import Clock, Moment, Run
@@ -26,38 +27,31 @@ from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.planning import Choice, Group
 from reducer import GradBucket
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 _LOG = logging.getLogger("commhooks")
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 """Elements of each group, and of each sample, that are averaged exactly as well."""
 
 
+@dataclass
 class Measurement:
     """Measures what is on the agenda of the ``course`` that ranks have agreed on.
 
-    On a device, numbers are read in a later step than that which made them, so that the host does
-    not wait, unless it is a step ahead of the device.
-
-    Args:
-        planner_of: Returns what decides for the buckets of a step.
-        trials: For each hook that is tried.
-        table: Averages with the hook of each parameter.
-        clock: Clock of the device of the gradients.
+    Numbers of a device are read in a later step, so that the host waits only if it is a step ahead
+    of the device.
     """
 
-    def __init__(
-        self,
-        planner_of: Callable[[Buckets], Planner],
-        trials: Mapping[str, Trial],
-        table: HookTable,
-        clock: Clock,
-    ) -> None:
-        self._planner_of = planner_of
-        self._trials = trials
-        self._table = table
-        self._clock = clock
+    planner_of: Callable[[Buckets], Planner]
+    """Returns what decides for the buckets of a step."""
+    trials: Mapping[str, Trial]
+    """A trial of each hook that is tried, by its spec."""
+    table: HookTable
+    """Averages with the hook of each parameter."""
+    clock: Clock
+    """The clock of the device of the gradients."""
+    course: Course
+
+    def __post_init__(self) -> None:
         self._agreement = Agreement(
             lambda reports, step: self._planner.decide(reports, self.course, step)
         )
@@ -65,18 +59,18 @@ class Measurement:
         self._followed = -1
         """The step from which on ranks follow the present course."""
         self._spent_ns = self._first_ns = 0
-        self.load(Course())
+        self.load(self.course)
 
     def load(self, course: Course) -> None:
         """Take over a plan and its history, and measure from the beginning."""
-        self.course = Course(course.plan, course.history)
+        self.course = replace(course, agenda=None)
         self._buckets: Buckets = []
-        """Those of the present step so far."""
+        """The buckets of the present step so far."""
         self._former: Buckets = []
-        """Those of the step before it."""
+        """The buckets of the step before."""
         self._planned: Buckets = []
-        """Those that the planner is for."""
-        self._planner = self._planner_of([])
+        """The buckets that the planner is for."""
+        self._planner = self.planner_of([])
         self._clear()
 
     def _clear(self) -> None:
@@ -84,18 +78,17 @@ class Measurement:
         self._agreement.cancel()
         self._report = Report()
         self._reads: list[Callable[[], None]] = []
-        """Each puts into the report what was measured, and waits for a device."""
-        self._probe: Callable[[], Probe] | None = None
+        """Functions that put measurements into the report, and wait for a device."""
         self._launches: dict[int, list[Moment]] = {}
-        """Of the buckets of each step."""
+        """The launches of the buckets of each step."""
         self._ends: dict[int, Moment] = {}
-        """When the last bucket of each step was averaged."""
+        """The moment when the last bucket of each step was averaged."""
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers about the plan and the link, and the share of the time of this."""
+        """Return numbers about the plan and the link, and the share of time spent here."""
         elapsed_ns = time.monotonic_ns() - self._first_ns
         share = {"planning_share": self._spent_ns / elapsed_ns} if self._first_ns else {}
-        return self.course.metrics | share
+        return {**self.course.metrics, **share}
 
     def is_idle(self, step: int) -> bool:
         """Return whether nothing is to be measured, agreed on or moved to other hooks in this step.
@@ -135,7 +128,7 @@ class Measurement:
         former, self._former = self._former, self._buckets
         if self._buckets == former and self._buckets not in ([], self._planned):
             self._clear()
-            self._planned, self._planner = former, self._planner_of(former)
+            self._planned, self._planner = former, self.planner_of(former)
             self.course = self._planner.begin(self.course, step)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -143,11 +136,12 @@ class Measurement:
         agenda, step, report = self.course.agenda, bucket.step, self._report
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
         if agenda is None or self.is_idle(step):
-            return await self._table.reduce(bucket, comm)
+            return await self.table.reduce(bucket, comm)
         names, every = set(bucket.names), enumerate(self._planner.groups)
         groups = {i: group for i, group in every if names.issuperset(group.names)}
         is_check = agenda.is_check(step)
-        lossy = {i: g.names for i, g in groups.items() if is_check and i in agenda.checked}
+        lossy = self._planner.lossy(self.course) if is_check else {}
+        lossy = {key: names for key, names in lossy.items() if key[0] in groups}
         tried = {i: groups[i] for i in agenda.trials if i in groups and agenda.is_trial(step)}
         with self._spending():
             if bucket.index() == 0:
@@ -155,11 +149,11 @@ class Measurement:
                 await self._agreement.send(comm, bucket.buffer().device)
             self._launches.setdefault(step, []).append(comm.launched)
             samples = {i: self._draw_sample(agenda, bucket, i) for i in tried}
-            check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
-        average = await self._table.reduce(bucket, comm)
+            check = Check.of(bucket, lossy, partial(self.table.residual, comm.size), _CHECKED)
+        average = await self.table.reduce(bucket, comm)
         with self._spending():
-            for i, squares in (await check.squares(average, comm)).items():
-                self._put(report.errors, i, squares, lambda pair: relative_error(*pair))
+            for key, squares in (await check.squares(average, comm)).items():
+                self._put(report.errors, key, squares, lambda pair: relative_error(*pair))
             for i, sample in samples.items():
                 for hook in agenda.trials[i]:
                     await self._try(i, hook, sample, comm, is_last=step == agenda.report - 1)
@@ -167,9 +161,10 @@ class Measurement:
                 self._measure_norms(bucket, groups, average)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
-                    device, backend = bucket.buffer().device, self._planner.candidates.backend
-                    self._probe = await probe(agenda.probe, device, comm, self._clock, backend)
-        self._ends[step] = self._clock.now()
+                    device, backend = bucket.buffer().device, self._planner.backend
+                    costs = await probe(agenda.probe, device, comm, self.clock, backend)
+                    self._reads.append(lambda: setattr(report, "probe", costs()))
+        self._ends[step] = self.clock.now()
         return average
 
     def recover(self) -> None:
@@ -179,7 +174,7 @@ class Measurement:
         self._begin_trials()
 
     def _begin_trials(self) -> None:
-        for trial in self._trials.values():
+        for trial in self.trials.values():
             trial.begin()
 
     def _draw_sample(self, agenda: Agenda, bucket: GradBucket, group: int) -> GradBucket:
@@ -194,8 +189,8 @@ class Measurement:
         self, group: int, hook: str, sample: GradBucket, comm: Communicator, *, is_last: bool
     ) -> None:
         """Let a hook average a sample, with what it has not sent in the steps before."""
-        trial, run = self._trials[hook], Run(self._clock)
-        names = {group: sample.names} if is_last else {}
+        trial, run = self.trials[hook], Run(self.clock)
+        names = {(group, hook): sample.names} if is_last else {}
         check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
         size, elements = comm.size, sample.buffer().numel()
@@ -207,8 +202,8 @@ class Measurement:
             )
             return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
 
-        for squares in (await check.squares(average, comm)).values():
-            self._put(self._report.outcomes, (group, hook), squares, outcome)
+        for key, squares in (await check.squares(average, comm)).items():
+            self._put(self._report.outcomes, key, squares, outcome)
 
     def _measure_norms(
         self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
@@ -221,38 +216,35 @@ class Measurement:
             self._put(self._report.norms, i, torch.stack(norms).double().square().sum(), math.sqrt)
 
     def _put(
-        self, into: dict[_Key, _Value], key: _Key, found: Tensor, value: Callable[[Any], _Value]
+        self, into: dict[Any, Any], key: object, found: Tensor, value: Callable[[Any], object]
     ) -> None:
         """Put a value into the report in a later step, given what was ``found``."""
         copy = HostCopy(found)
         self._reads.append(lambda: into.update({key: value(copy.read())}))
 
     def report(self, agenda: Agenda) -> Report:
-        """Return what was measured, all of it in earlier steps."""
+        """Return the measurements of earlier steps."""
         for read in self._reads:
             read()
-        self._report.probe = self._probe and self._probe()
         if not agenda.trials:
-            self._report.times = self._times(agenda)
+            self._report_times(agenda)
         return self._report
 
-    def _times(self, agenda: Agenda) -> Times | None:
-        """Return the median of the steps that were timed, None if there is none."""
-        launches, ends, seconds = self._launches, self._ends, self._clock.seconds
+    def _report_times(self, agenda: Agenda) -> None:
+        """Put medians over the steps that were timed into the report, if there are any."""
+        launches, ends, seconds = self._launches, self._ends, self.clock.seconds
         steps = range(agenda.start, agenda.report - 1)
         timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
         if not timed:
-            return None
+            return
         gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
         between = [0.0, *map(median, zip(*gaps, strict=True))]
         buckets = zip(self._planned, between, strict=True)
         traces = tuple(BucketTrace(nbytes, gap, 0.0) for (_, nbytes), gap in buckets)
         after = (max(seconds(ends[s], launches[s + 1][0]), 0.0) for s in timed)
-        return Times(
-            median(seconds(launches[s][0], launches[s + 1][0]) for s in timed),
-            StepTrace(traces, median(after), is_native=False),
-            self._clock.cores(),
-        )
+        self._report.step = StepTrace(traces, median(after), is_native=False)
+        whole = (seconds(launches[s][0], launches[s + 1][0]) for s in timed)
+        self._report.step_seconds, self._report.cores = median(whole), self.clock.cores()
 
     @contextmanager
     def _spending(self) -> Iterator[None]:

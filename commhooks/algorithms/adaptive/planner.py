@@ -17,6 +17,7 @@ from typing import Any
 
 from commhooks.algorithms.adaptive.link import (
     ALL,
+    UNKNOWN,
     Probe,
     backend_of,
     link_of,
@@ -25,7 +26,7 @@ from commhooks.algorithms.adaptive.link import (
 )
 from commhooks.costs.step_trace import Collective, StepTrace
 from commhooks.planning import Choice, Group, Plan, Problem, solve
-from commhooks.planning.problem import overheads_of, relative
+from commhooks.planning.problem import overhead_of, relative
 from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
 
 _TIMED = 3
@@ -42,50 +43,35 @@ _SHARE = 0.01
 _MOST_TRIED = 4
 """Groups that the candidates are tried on, the largest ones."""
 _BEYOND_LIMIT = 1.1
-"""More than a check, which sees some elements of each group, is off by."""
+"""A plan whose error exceeds the limit by this factor goes. Checks, which see some elements of each
+group, are off by less."""
 _OTHER_RATE = 0.2
-_PLAIN = Choice((0.0, 0.0), (Collective("all_reduce", 4.0, ALL),), 0.0, elements=1)
-"""Plain averaging of an element, until it was tried."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What there is to choose from, for ``size`` ranks on a backend. Hooks are given by specs."""
-
-    hooks: Sequence[str]
-    """Plain averaging first."""
-    lossless: Set[str]
-    limit: float | str
-    """The limit of the error, or the hook that is tried as a reference."""
-    size: int
-    backend: str
-    sent: Callable[[str, Sequence[str]], int | None] = lambda *_: None
-    """Returns what a hook sends for some parameters, by its formula."""
+_NO_PLAN = Plan.exact("Average exactly: nothing has been measured yet.")
+_UNTIMED = StepTrace((), 0.0, is_native=False)
+_UNTRIED = {0: Choice((0.0, 0.0), (Collective("all_reduce", 4.0, ALL),), 0.0, elements=1)}
+"""Plain averaging of an element, until plain averaging was tried."""
 
 
 @dataclass(frozen=True)
 class Agenda:
-    """What ranks measure in ``steps`` steps from ``start`` on. In the step after these they report.
+    """What ranks measure in some steps from ``start`` on. In the step after these they report.
 
     Either candidates are tried in all of them. Or steps are timed, and in the last one errors and
     norms are measured, and the link is probed. Groups are given by their positions.
     """
 
     start: int
-    steps: int
     reason: str
     """Why it leads to a new plan, unless a check finds another reason."""
     trials: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """The hooks that are tried on groups."""
-    checked: Sequence[int] = ()
-    """The groups whose hooks in use have an error, which is measured."""
     probe: int = 0
-    """Elements of each message of the probe."""
+    """Elements of each long message of the probe."""
 
     @property
     def report(self) -> int:
         """The step in which ranks report."""
-        return self.start + self.steps
+        return self.start + (_TRIED if self.trials else _TIMED + 1)
 
     def is_trial(self, step: int) -> bool:
         """Return whether candidates are tried in this step."""
@@ -96,28 +82,22 @@ class Agenda:
         return not self.trials and step == self.report - 1
 
 
-@dataclass(frozen=True)
-class Times:
-    """The times of the steps of a rank."""
-
-    step_seconds: float
-    step: StepTrace
-    """A step without hooks; for each bucket the time since the launch of the one before it."""
-    cores: float
-
-
 @dataclass
 class Report:
     """What a rank has measured. Groups are given by their positions."""
 
     spent_seconds: float = 0.0
-    """Taken by measuring."""
-    times: Times | None = None
+    """The time taken by measuring."""
+    step: StepTrace = _UNTIMED
+    """A step without hooks; for each bucket the time since the launch of the one before it."""
+    step_seconds: float = 0.0
+    """The time of a step with hooks."""
+    cores: float = 1.0
     probe: Probe | None = None
     outcomes: dict[tuple[int, str], Choice] = field(default_factory=dict)
     """Results of trials, by group and hook."""
-    errors: dict[int, float] = field(default_factory=dict)
-    """Errors of the hooks in use, by group; as :attr:`norms`, the same on all ranks."""
+    errors: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Errors of hooks in use, by group and hook; as :attr:`norms`, the same on all ranks."""
     norms: dict[int, float] = field(default_factory=dict)
     """Norms of the averages, by group."""
 
@@ -131,10 +111,10 @@ class Decision:
     changes: int
     """The number of parameters that got another hook."""
     error: float
-    """Of the plan, as sampled."""
+    """The error of the plan, as sampled."""
     limit: float
     predicted_seconds: float
-    """Of a step."""
+    """The predicted time of a step."""
     byte_seconds: float
     """The time of a byte on the link that the plan was made for."""
 
@@ -149,119 +129,113 @@ class Decision:
 class Course:
     """What all ranks have agreed on."""
 
-    plan: Plan | None = None
+    plan: Plan = _NO_PLAN
     history: tuple[Decision, ...] = ()
     agenda: Agenda | None = None
-    measured: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the plan and of the link, as measured last."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers about the plan in use and the link."""
-        plan, known = self.plan, {"plans": float(len(self.history))}
-        if plan is not None:
-            predicted = plan.after.step_seconds
-            known |= {"error": plan.error, "limit": plan.limit, "predicted_seconds": predicted}
-        return {**known, **self.measured}
-
-    @property
-    def last_change(self) -> int:
-        """The step of the last plan with other hooks than the one before it."""
-        return next((each.step for each in reversed(self.history) if each.changes), 0)
-
-    def hook_of(self) -> dict[str, str]:
-        """Return the hook of each parameter, nothing before the first plan: all are exact."""
-        return {} if self.plan is None else self.plan.hook_of()
+    metrics: Mapping[str, float] = field(default_factory=lambda: {"plans": 0.0})
+    """Numbers about the plan in use and the link, as measured last."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, in JSON's types."""
-        return {"plan": self.plan and self.plan.to_json(), "history": [*map(asdict, self.history)]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Course":
-        """Read what :meth:`to_json` returned. Measuring begins again with the next buckets."""
-        plan = data["plan"] and Plan.from_json(data["plan"])
-        return cls(plan, tuple(Decision(**each) for each in data["history"]))
+        """Return what a resumed run goes on with, in JSON's types. It measures again."""
+        return asdict(replace(self, agenda=None))
 
 
+@dataclass
 class Planner:
     """What all ranks have reported about the groups of some buckets, and what to do by it.
 
-    ``model_bytes``: those of the buckets. ``replan``: steps after which there is a new plan.
+    Hooks are given by specs.
     """
 
-    def __init__(
-        self, candidates: Candidates, groups: Sequence[Group], model_bytes: int, *, replan: int
-    ) -> None:
-        self.candidates = candidates
-        self.groups = groups
-        self._plain = candidates.hooks[0]
-        self._model_bytes = model_bytes
-        self._replan = replan
-        self._regular = f"{replan} steps since the last plan"
+    groups: Sequence[Group]
+    model_bytes: int
+    """The bytes of the buckets."""
+    hooks: Sequence[str]
+    """The candidates, plain averaging first."""
+    lossless: Set[str]
+    limit: float | str
+    """The limit of the error, or the hook that is tried as a reference."""
+    size: int
+    """The number of ranks."""
+    backend: str
+    replan: int
+    """Steps after which there is a new plan."""
+    sent: Callable[[str, Sequence[str]], int | None] = lambda *_: None
+    """Returns what a hook sends for some parameters, by its formula."""
+
+    def __post_init__(self) -> None:
+        self._plain = self.hooks[0]
+        self._regular = f"{self.replan} steps since the last plan"
         self._spent_seconds = 0.0
-        self._times: Times | None = None
-        self._link: Probe | None = None
-        self._outcomes: dict[tuple[int, str], Choice] = {}
-        self._errors: dict[tuple[int, str], float] = {}
-        """Errors of hooks in use, by group and hook: they count more than those of trials."""
+        self._slowest = Report()
+        """The last report with times, of the slowest rank."""
+        self._link = UNKNOWN
+        self._outcomes: dict[str, dict[int, Choice]] = {}
+        """Results of trials, by hook and group."""
+        self._errors: dict[str, dict[int, float]] = {}
+        """Errors of hooks in use, by hook and group: they count more than those of trials."""
         self._norms: dict[int, float] = {}
 
     def begin(self, course: Course, step: int) -> Course:
         """Return the course from ``step`` on, if nothing has been measured yet."""
         reason = "new buckets, or a resumed run" if course.history else "the first plan"
-        return replace(course, agenda=self._check(course, step, reason))
+        return replace(course, agenda=self._check(step, reason))
+
+    def lossy(self, course: Course) -> dict[tuple[int, str], Sequence[str]]:
+        """Return the names of each group whose hook in use has an error, by group and hook."""
+        hooks, every = course.plan.hook_of(), enumerate(self.groups)
+        used = {(i, hooks.get(group.names[0], self._plain)): group.names for i, group in every}
+        return {key: names for key, names in used.items() if key[1] not in self.lossless}
 
     def decide(self, reports: Sequence[Report], course: Course, step: int) -> Course:
         """Return the course from the next step on, by what all ranks have reported."""
         agenda = course.agenda
         assert agenda is not None
-        self._take(reports, course)
+        self._take(reports)
         problem = self._problem(course)
         if problem is None or (agenda.trials and not self._outcomes):
             # Gradients were not finite, or a rank has not seen the steps.
             return replace(course, agenda=replace(agenda, start=step + 1))
         reason = agenda.reason
         if not agenda.trials:
-            since = step - course.history[-1].step if course.history else self._replan
-            if self._outcomes:
-                reason = self._why_new(problem, course, since)
-                if not reason:
-                    period = min(self._period(course, step), self._replan - since)
-                    return self._go_on(problem, course, step, period)
-            if (since >= self._replan or not self._outcomes) and (trials := self._trials()):
+            since = step - course.history[-1].step if course.history else self.replan
+            if self._outcomes and not (reason := self._why_new(problem, course, since)):
+                period = min(self._period(course, step), self.replan - since)
+                return self._go_on(problem, course, step, period)
+            if (since >= self.replan or not self._outcomes) and (trials := self._trials()):
                 if self._outcomes or not (why := self._why_exact(problem, course)):
-                    return replace(course, agenda=Agenda(step + 1, _TRIED, reason, trials))
+                    return replace(course, agenda=Agenda(step + 1, reason, trials))
                 exact = plan_of(problem, problem.uniform(problem.plain), why)
                 return self._change(problem, course, exact, step, reason)
-        return self._change(problem, course, solve(problem, course.hook_of()), step, reason)
+        return self._change(problem, course, solve(problem, course.plan.hook_of()), step, reason)
 
     # --------------------------------------------------------------------------- what is known
 
-    def _take(self, reports: Sequence[Report], course: Course) -> None:
+    def _take(self, reports: Sequence[Report]) -> None:
         """Learn from the reports of all ranks. Of times, those of the slowest rank count."""
-        own, hooks = reports[0], self._hooks_of(course)
-        times = [report.times for report in reports if report.times is not None]
-        self._times = max(
-            times, key=lambda it: (it.step.backward_seconds, it.step_seconds), default=self._times
-        )
+        own = reports[0]
+        slowest = max(reports, key=lambda it: (it.step.backward_seconds, it.step_seconds))
+        self._slowest = slowest if slowest.step.buckets else self._slowest
         self._spent_seconds = max(report.spent_seconds for report in reports)
         self._link = link_of([r.probe for r in reports if r.probe], self._link)
         self._norms |= {i: norm for i, norm in own.norms.items() if math.isfinite(norm)}
-        self._errors |= {(i, hooks[i]): e for i, e in own.errors.items() if math.isfinite(e)}
-        for key in own.outcomes:
-            known = [report.outcomes[key] for report in reports if key in report.outcomes]
+        for (i, hook), error in own.errors.items():
+            if math.isfinite(error):
+                self._errors.setdefault(hook, {})[i] = error
+        for i, hook in own.outcomes:
+            known = [r.outcomes[i, hook] for r in reports if (i, hook) in r.outcomes]
             alike = {tuple(c.operation for c in outcome.collectives) for outcome in known}
             is_finite = all(math.isfinite(outcome.error) for outcome in known)
             if len(known) == len(reports) and len(alike) == 1 and is_finite:
-                self._outcomes[key] = max(known, key=lambda outcome: outcome.seconds)
+                longest = max(known, key=lambda outcome: outcome.seconds)
+                self._outcomes.setdefault(hook, {})[i] = longest
 
     def _problem(self, course: Course) -> Problem | None:
         """Return the problem of choosing now; None if times, norms or the link are not known."""
-        candidates, link, times = self.candidates, self._link, self._times
-        if link is None or times is None or len(self._norms) < max(len(self.groups), 1):
+        link, step = self._link, self._slowest.step
+        if link == UNKNOWN or not step.buckets or len(self._norms) < max(len(self.groups), 1):
             return None
-        overheads = overheads_of(self._outcomes, candidates.hooks)
+        overheads = {h: overhead_of(self._outcomes.get(h, {}).values()) for h in self.hooks}
         groups = (
             replace(group, norm=self._norms[i], choices=dict(self._choices(i, overheads)))
             for i, group in enumerate(self.groups)
@@ -269,28 +243,24 @@ class Planner:
         problem = Problem(
             overheads,
             tuple(groups),
-            times.step,
-            network_of(link, candidates.size),
-            backend_of(candidates.backend, link.byte_cpu_seconds),
-            times.cores,
+            step,
+            network_of(link, self.size),
+            backend_of(self.backend, link.byte_cpu_seconds),
+            self._slowest.cores,
             self._limit(course),
         )
-        return without_contention(problem, course.hook_of())
+        return without_contention(problem, course.plan.hook_of())
 
     def _choices(self, group: int, overheads: Mapping[str, float]) -> Iterator[tuple[str, Choice]]:
-        own, candidates = self.groups[group], self.candidates
-        for hook in [self._plain] if own.is_exact else candidates.hooks:
-            tried = [each for (_, its), each in self._outcomes.items() if its == hook]
-            tried += [_PLAIN] if hook == self._plain else []
-            if not tried:
+        own = self.groups[group]
+        for hook in [self._plain] if own.is_exact else self.hooks:
+            if not (tried := self._outcomes.get(hook, _UNTRIED if hook == self._plain else {})):
                 continue
-            largest = max(tried, key=lambda outcome: outcome.elements)
-            outcome = self._outcomes.get((group, hook), largest)
-            sent = None  # as for the elements, unless the hook has a formula
-            formula = candidates.sent(hook, own.names)
-            wire = math.fsum(each.wire_bytes(candidates.size) for each in outcome.collectives)
-            if formula is not None and wire > 0:  # some rows do not show a low rank's bytes
-                sent = formula / wire
+            largest = max(tried.values(), key=lambda outcome: outcome.elements)
+            outcome = tried.get(group, largest)
+            formula = self.sent(hook, own.names)  # some rows do not show a low rank's bytes
+            wire = math.fsum(each.wire_bytes(self.size) for each in outcome.collectives)
+            sent = formula / wire if formula is not None and wire > 0 else None
             scaled = outcome.scaled(own.elements, overheads[hook], sent)
             yield hook, replace(scaled, error=self._error(group, hook))
 
@@ -300,71 +270,62 @@ class Planner:
         Until it is measured there, the mean of other groups, and at least what it has lost on those
         where it was in use.
         """
-        if hook in self.candidates.lossless:
+        if hook in self.lossless:
             return 0.0
-        if (group, hook) in self._errors:
-            return self._errors[group, hook]
-        lost = [error for (_, its), error in self._errors.items() if its == hook]
-        tried = [it.error for (_, its), it in self._outcomes.items() if its == hook]
-        if (own := self._outcomes.get((group, hook))) is not None:
-            tried = [own.error]
-        return max((fmean(each) for each in (lost, tried) if each), default=math.inf)
+        lost = self._errors.get(hook, {})
+        if group in lost:
+            return lost[group]
+        tried = {i: outcome.error for i, outcome in self._outcomes.get(hook, {}).items()}
+        tried = {group: tried[group]} if group in tried else tried
+        return max((fmean(each.values()) for each in (lost, tried) if each), default=math.inf)
 
     def _limit(self, course: Course) -> float:
         """Return the limit: of a reference, its error on the whole model, also where it is exact.
 
         That of the plan in use while the reference was not tried.
         """
-        reference, norms = self.candidates.limit, self._norms
+        reference, norms = self.limit, self._norms
         if not isinstance(reference, str):
             return reference
-        if not any(hook == reference for _, hook in self._outcomes):
-            return 0.0 if course.plan is None else course.plan.limit
-        errors = [self._error(i, reference) for i in range(len(self.groups))]
-        squares = ((error * norms[i]) ** 2 for i, error in enumerate(errors))
+        if reference not in self._outcomes:
+            return course.plan.limit
+        squares = ((self._error(i, reference) * norm) ** 2 for i, norm in norms.items())
         return relative(squares, norms.values())
-
-    def _hooks_of(self, course: Course) -> list[str]:
-        """Return the hook in use of each group."""
-        hook_of = course.hook_of()
-        return [hook_of.get(group.names[0], self._plain) for group in self.groups]
 
     # --------------------------------------------------------------------------- what is decided
 
     def _go_on(self, problem: Problem, course: Course, step: int, period: int) -> Course:
         """Return the course with a check whose report is about ``period`` steps later."""
-        assert self._link is not None
-        assert self._times is not None
-        found = {
+        used = problem.assignment(course.plan.hook_of())
+        metrics = {
+            "plans": float(len(course.history)),
+            "error": course.plan.error if used is None else problem.error_of(used),
+            "limit": problem.error,
+            "predicted_seconds": course.plan.after.step_seconds,
             "link_megabits_per_second": 8e-6 / max(self._link.byte_seconds, 1e-15),
             "link_round_microseconds": self._link.round_seconds * 1e6,
-            "step_seconds": self._times.step_seconds,
-            "limit": problem.error,
+            "step_seconds": self._slowest.step_seconds,
         }
-        if (used := problem.assignment(course.hook_of())) is not None:
-            found["error"] = problem.error_of(used)
-        agenda = self._check(course, step + max(period - _TIMED, 2), self._regular)
-        return replace(course, agenda=agenda, measured=found)
+        agenda = self._check(step + max(period - _TIMED, 2), self._regular)
+        return replace(course, agenda=agenda, metrics=metrics)
 
     def _change(
         self, problem: Problem, before: Course, plan: Plan, step: int, reason: str
     ) -> Course:
-        assert self._link is not None
-        hooks, plain = before.hook_of(), problem.plain
+        hooks, plain = before.plan.hook_of(), problem.plain
         changes = sum(hooks.get(n, plain) != hook for n, hook in plan.hook_of().items())
         seconds = plan.after.step_seconds, self._link.byte_seconds
         decision = Decision(step, reason, changes, plan.error, plan.limit, *seconds)
         course = replace(before, plan=plan, history=(*before.history, decision))
         # Nothing is measured for a long time if it cannot pay.
-        period = self._period(course, step) if self._outcomes else self._replan
+        period = self._period(course, step) if self._outcomes else self.replan
         return self._go_on(problem, course, step, period)
 
     def _why_exact(self, problem: Problem, course: Course) -> str:
         """Return why no hook can save enough, an empty text if one may."""
         sending = math.fsum(problem.costs(g, problem.plain)[1] for g in problem.groups)
-        assert self._times is not None
-        share = sending / self._times.step_seconds
-        if share >= LEAST_SAVING or (course.plan is not None and course.plan.error > 0):
+        share = sending / self._slowest.step_seconds
+        if share >= LEAST_SAVING or course.plan.error > 0:
             return ""
         return (
             f"Average exactly: a hook that sends nothing saves {share:.1%} of a step, and a plan "
@@ -373,8 +334,7 @@ class Planner:
 
     def _why_new(self, problem: Problem, course: Course, since: int) -> str:
         """Return why to make a new plan ``since`` steps after the last one, or an empty text."""
-        assert self._link is not None
-        used, limit = problem.assignment(course.hook_of()), problem.error
+        used, limit = problem.assignment(course.plan.hook_of()), problem.error
         error = math.inf if used is None else problem.error_of(used)
         if error > _BEYOND_LIMIT * limit:
             return f"the error of the plan is {error:.3g}, its limit {limit:.3g}"
@@ -382,22 +342,19 @@ class Planner:
         if abs(now - before) > _OTHER_RATE * before:
             rates = (8e-6 / max(each, 1e-15) for each in (before, now))
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
-        return self._regular if since >= self._replan else ""
+        return self._regular if since >= self.replan else ""
 
-    def _check(self, course: Course, start: int, reason: str) -> Agenda:
+    def _check(self, start: int, reason: str) -> Agenda:
         """Time steps, probe the link, and compare what the lossy hooks in use return."""
-        hooks = enumerate(self._hooks_of(course))
-        lossy = [i for i, hook in hooks if hook not in self.candidates.lossless]
-        probe = probe_elements(self._link, self._model_bytes, self.candidates.size)
-        return Agenda(start, _TIMED + 1, reason, checked=lossy, probe=probe)
+        return Agenda(start, reason, probe=probe_elements(self._link, self.model_bytes, self.size))
 
     def _trials(self) -> dict[int, list[str]]:
         """Return the candidates for the largest groups, and for those of most norm the reference.
 
         Of groups that stay exact, only the reference is tried.
         """
-        groups, hooks, limit = self.groups, list(self.candidates.hooks), self.candidates.limit
-        reference = [limit] if isinstance(limit, str) else []
+        groups, hooks = self.groups, list(self.hooks)
+        reference = [self.limit] if isinstance(self.limit, str) else []
         free = [i for i, group in enumerate(groups) if not group.is_exact and len(hooks) > 1]
         free = sorted(free, key=lambda i: -groups[i].elements)[:_MOST_TRIED]
         fixed = [i for i, group in enumerate(groups) if group.is_exact and free and reference]
@@ -407,10 +364,10 @@ class Planner:
 
     def _period(self, course: Course, step: int) -> int:
         """Return the steps until the next check, such that checks take 1 % of the time."""
-        assert self._times is not None
-        period = math.ceil(self._spent_seconds / (_SHARE * self._times.step_seconds))
-        hooks = set(course.hook_of().values())
+        period = math.ceil(self._spent_seconds / (_SHARE * self._slowest.step_seconds))
+        hooks = set(course.plan.hook_of().values())
         period = max(period, _NATIVE_CHECK if len(hooks) == 1 else _FIRST_CHECK)
-        if course.plan is not None and course.plan.error > 0:  # which grows after a change
-            period = min(period, max(step - course.last_change, _FIRST_CHECK))
-        return min(period, self._replan)
+        if course.plan.error > 0:  # which grows after a change
+            changed = next((each.step for each in reversed(course.history) if each.changes), 0)
+            period = min(period, max(step - changed, _FIRST_CHECK))
+        return min(period, self.replan)

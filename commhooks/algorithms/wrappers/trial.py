@@ -13,6 +13,7 @@ compares some elements of what a hook returns.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,8 +120,8 @@ class Check:
     residuals.
     """
 
-    places: tuple[tuple[int, slice], ...]
-    """The position of a group, and elements of the flat bucket."""
+    places: tuple[tuple[Any, slice], ...]
+    """The key of a group, and elements of the flat bucket."""
     p: Tensor
     """This rank's gradient plus residual there, in at least float32."""
 
@@ -128,45 +129,45 @@ class Check:
     def of(
         cls,
         bucket: GradBucket,
-        groups: Mapping[int, Sequence[str]],
+        groups: Mapping[Any, Sequence[str]],
         residual: Residual,
         elements: int,
     ) -> "Check":
         """Copy about as many ``elements`` of each group, others in each step.
 
-        ``groups``: the names of their parameters, by position.
+        ``groups``: the names of their parameters, by any key.
         """
         lengths = dict(zip(bucket.names, bucket.lengths, strict=True))
         strides = {
-            name: (i, max(1, sum(lengths[n] for n in names) // elements) | 1)
-            for i, names in groups.items()
+            name: (key, max(1, sum(lengths[n] for n in names) // elements) | 1)
+            for key, names in groups.items()
             for name in names
         }  # odd: not one column of a matrix
-        flat, places = bucket.buffer(), list[tuple[int, slice]]()
+        flat, places = bucket.buffer(), list[tuple[Any, slice]]()
         exact = at_least_float32(flat.dtype)
         parts = [flat.new_empty(0, dtype=exact)]
         every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         for (name, start, length), gradient in zip(every, bucket.gradients(), strict=True):
             if name not in strides:
                 continue
-            i, stride = strides[name]
+            key, stride = strides[name]
             where = slice(bucket.step % stride, length, stride)
             p = flat[start : start + length][where].to(exact, copy=True)
             rest = residual(name, gradient, where)
             parts.append(p if rest is None else p.add_(rest.to(p)))
-            places.append((i, slice(start + where.start, start + length, stride)))
+            places.append((key, slice(start + where.start, start + length, stride)))
         return cls(tuple(places), torch.cat(parts))
 
-    async def squares(self, average: Tensor, comm: Communicator) -> dict[int, Tensor]:
-        """Return the :func:`squares_of` each group, given the ``average`` of the bucket."""
+    async def squares(self, average: Tensor, comm: Communicator) -> dict[Any, Tensor]:
+        """Return the :func:`squares_of` each group by key, given the ``average`` of the bucket."""
         if not self.places:
             return {}
         exact = await comm.all_reduce(self.p.div_(comm.size))
-        flat, found, begin = average.view(-1), dict[int, Tensor](), 0
-        for i, where in self.places:
+        flat, found, begin = average.view(-1), dict[Any, Tensor](), 0
+        for key, where in self.places:
             part = flat[where]
             squares = squares_of(part, exact[begin : begin + len(part)])
-            found[i] = found[i] + squares if i in found else squares
+            found[key] = found[key] + squares if key in found else squares
             begin += len(part)
         return found
 

@@ -17,15 +17,14 @@ from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_o
 from commhooks.algorithms.adaptive.link import ALL, Probe
 from commhooks.algorithms.adaptive.planner import (
     Agenda,
-    Candidates,
     Course,
     Planner,
     Report,
-    Times,
 )
 from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.errors import CommHookOptionError
+from commhooks.hook.options import from_json
 from commhooks.planning import Choice, Group
 
 ELEMENTS = 1_000_000
@@ -49,9 +48,9 @@ class TwoRanks:
         hooks: Sequence[str] = ("allreduce", "int4"),
         sent: Callable[[str, Sequence[str]], int | None] = lambda *_: None,
     ) -> None:
-        candidates = Candidates(hooks, {"allreduce"}, limit, 2, "gloo", sent)
-        self.planner = Planner(candidates, groups, 4 * ELEMENTS, replan=500)
-        before = Course() if saved is None else Course.from_json(json.loads(json.dumps(saved)))
+        of_hooks = hooks, {"allreduce"}, limit
+        self.planner = Planner(groups, 4 * ELEMENTS, *of_hooks, 2, "gloo", 500, sent)
+        before = Course() if saved is None else from_json(Course, json.loads(json.dumps(saved)))
         self.course = self.planner.begin(before, 2)
 
     @property
@@ -85,9 +84,10 @@ class TwoRanks:
             if not agenda.trials:
                 buckets = tuple(BucketTrace(4 * ELEMENTS, each, 0.0) for each in launches)
                 step = StepTrace(buckets, 0.01, is_native=False)
-                report.times = Times(step_seconds * (1 + i), step, 2.0)
+                report.step, report.step_seconds, report.cores = step, step_seconds * (1 + i), 2.0
                 report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
-                report.errors = dict.fromkeys(agenda.checked[:1], error)
+                lossy = list(self.planner.lossy(self.course))
+                report.errors = dict.fromkeys(lossy[:1], error)
             reports.append(report)
         before = len(self.course.history)
         reports = pickle.loads(pickle.dumps(reports))
@@ -98,7 +98,7 @@ class TwoRanks:
 
     @property
     def hooks(self) -> dict[str, str]:
-        return self.course.hook_of()
+        return self.course.plan.hook_of()
 
     @property
     def hook(self) -> str:
@@ -274,7 +274,6 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     trial = {(0, "powersgd"): replace(outcome(0.1, *of_rows), elements=rows * 64)}
     ranks.course = ranks.planner.decide([Report(outcomes=trial)], ranks.course, 16)
     assert ranks.hook == "powersgd"
-    assert ranks.course.plan is not None
     assert ranks.course.plan.wire_bytes == pytest.approx(of_matrix)
 
 
@@ -286,7 +285,7 @@ def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     for reported in (other, {}):
         reports = [Report(outcomes=trial), Report(outcomes=reported)]
         again = ranks.planner.decide(reports, ranks.course, 16)
-        assert again.plan is None
+        assert not again.history
         assert again.agenda is not None
         assert again.agenda.trials
     reports = [Report(outcomes=trial), Report(outcomes=trial)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
-from commhooks.algorithms.adaptive.link import Probe, link_of, probe_of
+from commhooks.algorithms.adaptive.link import UNKNOWN, Probe, link_of, probe_of
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.timing import HOST, Run
 from commhooks.algorithms.wrappers.trial import Check, draw_sample
@@ -35,12 +35,11 @@ def test_a_probe_shows_the_costs_of_rounds_and_bytes_in_spite_of_late_threads() 
 def test_a_rank_that_is_late_in_a_probe_does_not_make_the_link_faster() -> None:
     """It finds what its peer has sent before, and the other one has waited as long."""
     probes = [Probe(2e-4, 0.75e-9, 3e-9), Probe(1e-4, 1.25e-9, 1e-9)]
-    found = link_of(probes, None)
-    assert found is not None
+    found = link_of(probes, UNKNOWN)
     assert found == Probe(1e-4, pytest.approx(1e-9), 1e-9)
     assert link_of([Probe(5e-4, 2e-9, 2e-9)], found) == Probe(1e-4, 2e-9, 1e-9)
     assert link_of([], found) == found
-    assert link_of([], None) is None
+    assert link_of([], UNKNOWN) == UNKNOWN
 
 
 # --------------------------------------------------------------------------------- local seconds
