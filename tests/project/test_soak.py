@@ -12,7 +12,7 @@ OURS = "CommHookPeerError"
 
 def trial(kind: str, place: str) -> Trial:
     fault = Fault(kind, 0, 1, place)
-    return Trial(0, 2, "mlp", False, {}, {"name": "int8"}, 4, 1, fault, None, None)
+    return Trial(0, 2, "mlp", False, {}, {"name": "int8"}, 4, 1, fault, None, None, is_uneven=False)
 
 
 def good(log: str = "", **changes: object) -> End:
