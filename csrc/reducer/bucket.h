@@ -12,7 +12,7 @@ namespace commhooks {
 // Sums over the steps since the last reset.
 struct BucketStats {
   int64_t steps = 0;
-  int64_t packed_bytes = 0;  // handed to the hook
+  int64_t packed_bytes = 0;  // handed to the hook, in its dtype
   // Time on the host. On an accelerator hooks complete once they have enqueued their work.
   double hook_seconds = 0;     // from launch to completion
   double exposed_seconds = 0;  // in the thread that runs backward, in the hook or waiting for it

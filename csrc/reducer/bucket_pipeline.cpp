@@ -342,8 +342,10 @@ std::shared_ptr<GradBucket> BucketPipeline::pack(const Launch& launch) {
   Bucket& bucket = *launch.bucket;
   const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
   const at::Tensor buffer = bucket.pack(launch.format);
-  bucket.reduction.stats.packed_bytes += static_cast<int64_t>(
-      bucket.is_sparse ? buffer._indices().nbytes() + buffer._values().nbytes() : buffer.nbytes());
+  const auto dtype = launch.format.dtype.value_or(buffer.scalar_type());
+  bucket.reduction.stats.packed_bytes += bucket.is_sparse
+      ? static_cast<int64_t>(buffer._indices().nbytes() + buffer._values().nbytes())
+      : buffer.numel() * static_cast<int64_t>(c10::elementSize(dtype));
   return std::make_shared<GradBucket>(
       bucket.shared_layout(), buffer, launch.index, launch.is_last, launch.step, launch.left_out,
       bucket.finite());

@@ -491,6 +491,18 @@ def ways(rank: int, world_size: int) -> list[str]:
     return found
 
 
+def ratio(rank: int, world_size: int, views: bool) -> float | None:
+    model = DistributedDataParallel(Many(), gradient_as_bucket_view=views)
+    handle = commhooks.register(model, "bf16")
+    model(gradients_of(rank, torch.float32)).backward()
+    return handle.stats().total.ratio
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_statistics_count_the_bytes_of_the_hook(views: bool) -> None:
+    assert run_ranks(ratio, 2, views) == [2.0] * 2
+
+
 def entries(rank: int, world_size: int) -> list[bool]:
     entry = Entry.of("allreduce")
     models = [entry.wrap(Many(), **options)[0] for options in ({}, {"host_memory": True})]
