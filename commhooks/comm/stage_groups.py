@@ -14,7 +14,8 @@ Opening a stage group blocks until all of its ranks open it. Two ranks cannot wa
 doing so. Suppose that one rank opens a stage group for bucket b, and the other one opens another
 stage group for a later bucket, before b has reached the first one there. Then b is not finished on
 the other rank. So by the rule it has already issued the stage that the later bucket is about to
-issue, and that stage group is open already.
+issue, and that stage group is open already. This holds because a rank notices the end of a
+collective whatever it waits for in other stage groups: see HookThread in runtime/hook_thread.py.
 
 A rank that fails closes the stage groups of all its subgroups. Their other ranks fail and do the
 same. A rank that shares no subgroup with any of them learns of the failure in the vote, in which

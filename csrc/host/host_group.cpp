@@ -142,14 +142,14 @@ struct HostGroup::Slot {
   int64_t offset;  // in its arena
   int64_t bytes;
   uint64_t bucket;
-  int64_t dtype;
+  int64_t wire_dtype;
 
   // Whether ranks with these slots average the same bucket.
   bool matches(const Slot& other) const {
-    return bytes == other.bytes && bucket == other.bucket && dtype == other.dtype;
+    return bytes == other.bytes && bucket == other.bucket && wire_dtype == other.wire_dtype;
   }
   std::string describe() const {
-    const auto type = static_cast<c10::ScalarType>(dtype);
+    const auto type = static_cast<c10::ScalarType>(wire_dtype);
     return c10::str("bucket ", bucket, " (", bytes, " bytes, averaged in ", type, ")");
   }
 };
@@ -462,7 +462,7 @@ bool HostGroup::sum_next_locked() {
   }
   const auto dtype = operation.tensor.scalar_type();
   const auto numel = static_cast<int64_t>(bytes / c10::elementSize(dtype));
-  const auto wire_dtype = static_cast<c10::ScalarType>(operation.slot.dtype);
+  const auto wire_dtype = static_cast<c10::ScalarType>(operation.slot.wire_dtype);
   sum(slices, operation.memory->own->data() + begin, numel, dtype, wire_dtype);
   ++summed_;
   advance(&Control::summed);

@@ -16,8 +16,8 @@ namespace commhooks {
 
 // How the reducer packs gradients for a hook: multiplied by `scale` and cast to `dtype` (default:
 // the dtype of the gradients), and with `checks_finite` also whether all packed numbers are finite.
-// None of these costs an extra pass over the memory. `keeps_views`: gradients that
-// are views of the bucket are not cast, because the hook does that.
+// None of these costs an extra pass over the memory. `keeps_views`: gradients that are views of the
+// bucket are not cast, because the hook does that.
 struct PackFormat {
   std::optional<c10::ScalarType> dtype;
   double scale = 1.0;

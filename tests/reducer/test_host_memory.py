@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support.instruction_sets import instruction_sets, use_instruction_set
 from torch import Tensor, nn
 
 import commhooks
@@ -78,6 +79,22 @@ def averages(
 def test_two_ranks_get_the_bits_of_gloo(dtype: torch.dtype, hook: str, views: bool) -> None:
     for ours, gloos in run_ranks(averages, 2, dtype, hook, {"gradient_as_bucket_view": views}):
         assert all(torch.equal(a, b) for a, b in zip(ours, gloos, strict=True))
+
+
+def averages_on(rank: int, world_size: int, name: str, hook: str) -> bool:
+    use_instruction_set(name)
+    try:
+        options = {"gradient_as_bucket_view": True}
+        ours, gloos = averages(rank, world_size, torch.float32, hook, options)
+    finally:
+        use_instruction_set(instruction_sets()[-1])
+    return all(map(torch.equal, ours, gloos))
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "bf16", "fp16"])
+@pytest.mark.parametrize("name", instruction_sets())
+def test_views_get_the_same_bits_by_all_instructions(name: str, hook: str) -> None:
+    assert run_ranks(averages_on, 2, name, hook) == [True] * 2
 
 
 def uneven(rank: int, world_size: int, views: bool) -> None:
