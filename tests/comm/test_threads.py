@@ -26,9 +26,47 @@ leave_thread(endless)
 join, threading.Thread.join = threading.Thread.join, tell_and_join
 """
 
+SLOW_START = """
+import threading, time
+from commhooks.comm.threads import start_thread
+
+def start(thread):
+    if thread.name == "second":
+        time.sleep(1)  # while the interpreter ends
+    start_now(thread)
+
+def start_many():
+    threads = [
+        threading.Thread(target=start_thread, args=("second", tell), daemon=True)
+        for _ in range(20)
+    ]
+    for each in threads:
+        start_now(each)
+    for each in threads:
+        each.join()
+
+def tell():
+    time.sleep(0.2)
+    print("2", end=" ", flush=True)
+
+start_now, threading.Thread.start = threading.Thread.start, start
+start_thread("first", start_many)
+time.sleep(0.5)
+"""
+
+
+def run(program: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not ended.stderr
+    return ended.stdout
+
 
 def test_the_interpreter_waits_for_threads_and_for_those_that_they_start() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ended.stdout.split() == ["first", "second"]
+    assert run(PROGRAM).split() == ["first", "second"]
+
+
+def test_the_interpreter_waits_for_threads_that_are_being_started() -> None:
+    """As when a peer is lost at the end. Such threads cannot be joined yet."""
+    assert run(SLOW_START).count("2") == 20

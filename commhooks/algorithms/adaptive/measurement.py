@@ -58,7 +58,8 @@ class Measurement:
         self._step = -1
         self._followed = -1
         """The step from which on ranks follow the present course."""
-        self._spent_ns = self._first_ns = 0
+        self._spent_ns = self._first_ns = self._since_ns = 0
+        self._spending_depth = 0
         self.load(self.course)
 
     def load(self, course: Course) -> None:
@@ -248,11 +249,18 @@ class Measurement:
 
     @contextmanager
     def _spending(self) -> Iterator[None]:
-        """Count the time of the context as that of measuring."""
-        start = time.monotonic_ns()
+        """Count the time of the context as that of measuring, once if contexts overlap.
+
+        They do, where the coroutine of a bucket waits for a collective.
+        """
+        if not self._spending_depth:
+            self._since_ns = time.monotonic_ns()
+        self._spending_depth += 1
         try:
             yield
         finally:
-            spent = time.monotonic_ns() - start
-            self._spent_ns += spent
-            self._report.spent_seconds += spent * 1e-9
+            self._spending_depth -= 1
+            if not self._spending_depth:
+                spent = time.monotonic_ns() - self._since_ns
+                self._spent_ns += spent
+                self._report.spent_seconds += spent * 1e-9

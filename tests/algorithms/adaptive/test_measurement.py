@@ -98,6 +98,33 @@ def test_trials_have_what_was_not_sent_in_the_steps_before(run_ranks: Any) -> No
     run_ranks(try_topk, 2)
 
 
+def overlap(rank: int, size: int) -> float:
+    """Return the share of measuring in steps with trials whose buckets wait for each other."""
+    average = Trial.average
+
+    async def slow_average(*arguments: Any) -> Tensor:
+        time.sleep(0.02)
+        return await average(*arguments)
+
+    with ExitStack() as stack:
+        Links(stack)
+        stack.enter_context(patch.object(Trial, "average", slow_average))
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        step = 0
+        while not ((agenda := agenda_of(hook)) and agenda.is_trial(step)):
+            train(trainer, rank, range(step, step + 1))
+            step += 1
+        hook._measuring._spent_ns, hook._measuring._first_ns = 0, time.monotonic_ns()
+        train(trainer, rank, range(step, step + 3))
+        return trainer.handle.stats().metrics["planning_share"]
+
+
+def test_time_in_which_several_buckets_are_measured_counts_once(run_ranks: Any) -> None:
+    for share in run_ranks(overlap, 2):
+        assert 0.5 < share < 1
+
+
 def fail_in_trials(rank: int, size: int) -> None:
     """Rank 0 fails when rank 1 has begun with a trial; then both repeat the step."""
     average = Trial.average
