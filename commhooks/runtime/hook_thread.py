@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -51,6 +52,7 @@ class HookThread:
         self._thread: threading.Thread | None = None
         self._waiting: list[threading.Thread] = []
         self._is_stopped = False
+        self._pid = os.getpid()
         _threads.add(self)
 
     def serve(self, executor: Executor, grace: float) -> None:
@@ -94,7 +96,13 @@ class HookThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Let the thread end, whatever it waits for."""
+        """Let the thread end, whatever it waits for. Does nothing in a forked child.
+
+        The child has neither the thread nor those of the connections, which it would close for the
+        parent as well, or wait for.
+        """
+        if os.getpid() != self._pid:
+            return
         self._is_stopped = True
         self.groups.close()
         self._queue.put(self._token_of(_nothing))
