@@ -20,7 +20,9 @@ A rank whose neighbor is gone in the middle of a step waits a few seconds for wh
 because most of it fails or completes by itself; longer in an exchange, whose data the neighbor may
 have sent before it left. Then it closes its connections, and what still has not ended never
 will: nothing can write to its memory any more. Its Works, and the tensors that they refer to, live
-on in the thread that waits for them.
+on in the thread that waits for them. The same happens if the rank fails first for another reason,
+such as another collective with that neighbor: the stage groups of what is on its way are kept, and
+closed in the same way.
 
 The reducer's own averages are not watched: all 17 that lost a peer in the middle of 256 MB raised
 within 4 s.
@@ -43,11 +45,11 @@ _FOREVER = timedelta(days=10_000)
 
 
 class PeerWatch:
-    """Calls ``on_loss`` on a thread of its own when a neighbor has gone.
+    """Calls ``on_loss`` on a thread of its own when a neighbor has gone, or after :meth:`close`.
 
     Args:
         pairs: Process groups of two ranks, this one and a neighbor.
-        on_loss: What to call, once at most, unless :meth:`close` was called before.
+        on_loss: What to call, once.
     """
 
     def __init__(self, pairs: Sequence[Any], on_loss: Callable[[], None]) -> None:
@@ -60,8 +62,6 @@ class PeerWatch:
 
     def close(self) -> None:
         """Close the connections, which the neighbors see."""
-        with self._lock:
-            self._on_loss = None
         for pair in self._pairs:
             close_connections(pair)
         self._pairs.clear()

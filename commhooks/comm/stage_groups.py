@@ -25,7 +25,7 @@ all ranks take part.
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -38,6 +38,9 @@ from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.comm.threads import start_thread
 from commhooks.errors import CommHookPeerError
 from reducer.peers import call_within, close_connections, is_peer_loss
+
+Place = tuple[int, tuple[int, ...], int]
+"""An epoch, the ranks that take part, all if empty, and a stage."""
 
 _CPU = torch.device("cpu")
 
@@ -93,6 +96,7 @@ class StageGroups:
         self.epoch = 0
         """The number of failures so far."""
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+        self._abandoned: dict[Place, list[dist.ProcessGroup]] = {}  # one each, still in use
         self._watches: list[PeerWatch] = []
         self._closed = threading.Event()
 
@@ -136,10 +140,9 @@ class StageGroups:
         return groups[stage]
 
     def close_connections(self) -> None:
-        """Close all connections. What is pending fails, here and on the peers, or never ends."""
-        for groups in self._groups.values():
-            for group in groups:
-                close_connections(group)
+        """Close those of groups that were kept. What is pending there fails, or never ends."""
+        for (group,) in self._abandoned.values():
+            close_connections(group)
 
     def is_closed_within(self, seconds: float) -> bool:
         """Wait until :meth:`close` is called. Return whether it was, within these ``seconds``."""
@@ -170,20 +173,32 @@ class StageGroups:
                 return self._store.get(self._key("failure")).decode()
         return None
 
-    def abandon(self) -> None:
-        """Drop all groups and start the next epoch. Does not block."""
+    def abandon(self, used: Collection[Place] = ()) -> None:
+        """Drop all groups and start the next epoch, as :meth:`disconnect` does. Does not block."""
+        self.disconnect(used)
         self.epoch += 1
-        self.disconnect()
 
-    def disconnect(self) -> None:
-        """Drop all groups within the epoch, in which none may be opened any more."""
+    def disconnect(self, used: Collection[Place] = ()) -> None:
+        """Drop all groups within the epoch, in which none may be opened any more.
+
+        Those that are still ``used`` are kept until :meth:`drop_unused` is called, so that
+        :meth:`close_connections` can end what is pending there.
+        """
         while self._watches:
             self._watches.pop().close()
         while self._groups:
-            _, groups = self._groups.popitem()
+            ranks, groups = self._groups.popitem()
             while groups:
-                # The destructor waits for pending collectives; no other reference may exist.
-                start_thread("commhooks-drop", [groups.pop()].clear)
+                group = groups.pop()
+                self._abandoned[self.epoch, ranks, len(groups)] = [group]
+                del group
+        self.drop_unused(used)
+
+    def drop_unused(self, used: Collection[Place]) -> None:
+        """Drop the groups that were kept, except those that are still ``used``."""
+        for place in self._abandoned.keys() - set(used):
+            # The destructor waits for pending collectives; no other reference may exist.
+            start_thread("commhooks-drop", self._abandoned.pop(place).clear)
 
     def close(self) -> None:
         """Make :meth:`open` raise, on whatever thread it is waiting."""

@@ -51,7 +51,7 @@ class ExchangeScheduler(Owner):
         if self._failure is None:
             self._failure = error
             self._groups.publish(str(error))
-            self._groups.disconnect()
+            self._groups.disconnect(self.executor.used)
         self.executor.fail_all(error)
 
     def drop_all(self, error: CommHookError) -> None:
@@ -59,7 +59,7 @@ class ExchangeScheduler(Owner):
         self.executor.fail_all(error)
         # Those that are still pending must not hold up later ones.
         self.executor.unfinished.clear()
-        self._groups.abandon()
+        self._groups.abandon(self.executor.used)
         self._failure = None
         self._tell_idle()
 

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 from commhooks.comm.communicator import PendingCollective
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.issue_order import in_turn
-from commhooks.comm.stage_groups import StageGroups
+from commhooks.comm.stage_groups import Place, StageGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.runtime.execution import HookExecution
 
@@ -66,8 +66,12 @@ class Executor:
         self._groups = groups
         self._watch = watch
         self._owner = owner
-        self._under_way: list[HookExecution] = []  # with a collective under way
-        self._given_up: list[HookExecution] = []  # under way when connections were closed
+        self._under_way: dict[HookExecution, Place] = {}  # where their collectives are
+
+    @property
+    def used(self) -> Collection[Place]:
+        """The stage groups with a collective under way."""
+        return self._under_way.values()
 
     def run(self, execution: HookExecution) -> None:
         """Run an execution, after those that have been run before."""
@@ -101,30 +105,31 @@ class Executor:
         execution.fail(error)
         self._owner.drop(execution)
 
-    def fail_without(self, epoch: int) -> None:
+    def fail_without(self, epoch: int) -> list[HookExecution]:
         """Fail because a peer has gone: Note [Messages that never end] in comm/peer_watch.py.
 
-        Nothing happens if that has been noticed, or if all ranks may succeed nevertheless.
+        Nothing fails if that has been noticed, or if all ranks may succeed nevertheless. Close the
+        connections of what has failed but is still under way, and return it, for :meth:`give_up`.
         """
-        if epoch != self._groups.epoch or not self._under_way or not self._owner.needs_all_peers():
-            return
-        self._given_up = list(self._under_way)
-        error = RuntimeError("Connection closed by peer in the middle of a message")
-        failure = self._peer_error(self._under_way[0], error)
-        self._groups.close_connections()
-        self._owner.fail(failure)
+        waiting = [each for each in self._under_way if each.failure is None]
+        if epoch == self._groups.epoch and waiting and self._owner.needs_all_peers():
+            error = RuntimeError("Connection closed by peer in the middle of a message")
+            self._owner.fail(self._peer_error(waiting[0], error))
+        failed = [each for each in self._under_way if each.failure is not None]
+        if failed:
+            self._groups.close_connections()
+        return failed
 
-    def give_up(self) -> bool:
-        """Set the error where a message has not ended since :meth:`fail_without`.
+    def give_up(self, failed: Iterable[HookExecution]) -> bool:
+        """Set the error of those that have not ended since :meth:`fail_without` returned them.
 
         Return whether there is one.
         """
-        given_up = [each for each in self._given_up if each in self._under_way]
+        given_up = [each for each in failed if each in self._under_way]
         for execution in given_up:
-            self._under_way.remove(execution)
+            self._end(execution)
             assert execution.failure is not None
             self.refuse(execution, execution.failure)
-        self._given_up.clear()
         return bool(given_up)
 
     def fail_because(self, what: str, cause: BaseException) -> None:
@@ -137,8 +142,8 @@ class Executor:
         """Continue ``execution``, whose collective has completed."""
         if execution not in self._under_way:
             return  # it had been given up
-        self._under_way.remove(execution)
         error = execution.end_collective()
+        self._end(execution)
         if execution.failure is not None:
             self.refuse(execution, execution.failure)
         elif error is not None:
@@ -189,10 +194,16 @@ class Executor:
         except Exception as error:
             self._owner.fail(execution.refuse(error.with_traceback(None)))
             return
-        self._under_way.append(execution)
+        self._under_way[execution] = (self._groups.epoch, collective.members, stage)
         done = functools.partial(self._complete, execution)
         self._watch(execution.work, done, (collective.members, stage))
         execution.count_bytes(collective)
+
+    def _end(self, execution: HookExecution) -> None:
+        """Note that nothing of ``execution`` is under way."""
+        del self._under_way[execution]
+        if execution.failure is not None:
+            self._groups.drop_unused(self.used)
 
     def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:
         return execution.peer_error(self._groups.published(), error)

@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import Work
 
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.comm.threads import leave_thread, start_thread
+from commhooks.runtime.execution import HookExecution
 from commhooks.runtime.executor import Executor
 from commhooks.runtime.side_stream import SideStream
 
@@ -51,6 +53,7 @@ class HookThread:
         self._thread: threading.Thread | None = None
         self._waiting: list[threading.Thread] = []
         self._is_stopped = False
+        self._pid = os.getpid()
         _threads.add(self)
 
     def serve(self, executor: Executor, grace: float) -> None:
@@ -59,17 +62,20 @@ class HookThread:
         ``grace``: seconds in which what is on its way when a peer goes may still complete.
         """
 
-        def end(epoch: int) -> None:
-            if executor.give_up():
+        def end(epoch: int, failed: list[HookExecution], is_over: threading.Event) -> None:
+            if executor.give_up(failed):
                 self._forget()
-            executor.fail_without(epoch)
+            failed[:] = executor.fail_without(epoch)
+            if self.groups.epoch != epoch and not failed:
+                is_over.set()
 
         def end_without_peer(epoch: int) -> None:
             """See Note [Messages that never end] in comm/peer_watch.py; on a thread of its own."""
-            is_noticed = False
-            while not is_noticed and not self.groups.is_closed_within(grace):
-                is_noticed = self.groups.epoch != epoch
-                self.call(lambda: end(epoch))
+            failed: list[HookExecution] = []
+            is_over = threading.Event()
+            while not is_over.is_set() and not self.groups.is_closed_within(grace):
+                if self.is_alive():  # otherwise nothing is under way
+                    self.call(lambda: end(epoch, failed, is_over))
 
         self._executor = executor
         self.groups.on_loss = end_without_peer
@@ -94,7 +100,13 @@ class HookThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Let the thread end, whatever it waits for."""
+        """Let the thread end, whatever it waits for. Does nothing in a forked child.
+
+        The child has neither the thread nor those of the connections, which it would close for the
+        parent as well, or wait for.
+        """
+        if os.getpid() != self._pid:
+            return
         self._is_stopped = True
         self.groups.close()
         self._queue.put(self._token_of(_nothing))

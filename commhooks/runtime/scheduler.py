@@ -187,7 +187,7 @@ class HookScheduler(Owner):
                 self._state.fail(error)
                 self._begun.clear()
                 self._groups.publish(str(error))
-                self._groups.abandon()
+                self._groups.abandon(self.executor.used)
                 self._exchanges.drop(error)
                 self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
         finally:

@@ -1,6 +1,5 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ class ThreadedRunner(Runner):
             self._exchanges,
         )
         thread.serve(scheduler.executor, _GRACE_SECONDS)
-        self._finalizer = weakref.finalize(self, _stop, (thread, self._exchanges), os.getpid())
+        self._finalizer = weakref.finalize(self, _stop, (thread, self._exchanges))
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
@@ -157,7 +156,6 @@ class _Exchanges(HookThread):
             function()
 
 
-def _stop(threads: Sequence[HookThread], pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has the objects, but not their threads
-        for thread in threads:
-            thread.stop()
+def _stop(threads: Sequence[HookThread]) -> None:
+    for thread in threads:
+        thread.stop()

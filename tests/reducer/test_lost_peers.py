@@ -446,6 +446,23 @@ class SendsMuchInBackground(commhooks.CommHook):
         return bucket.buffer()
 
 
+@dataclass
+class SendsMuchBeside(commhooks.CommHook):
+    """Sends much for one bucket; a collective of another one fails as soon as a peer dies."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if bucket.step == 0 or bucket.index() == 0:
+            if bucket.step == 1 and comm.rank == 0:
+                time.sleep(0.5)  # until all ranks have launched the next bucket
+            await comm.all_reduce(torch.ones(1))
+            if bucket.step == 1 and comm.rank == comm.size - 1:
+                time.sleep(LIMIT_SECONDS)
+            await comm.all_reduce(torch.ones(1))
+        else:
+            await send_much(comm)
+        return bucket.buffer()
+
+
 async def send_much(comm: commhooks.Communicator) -> Tensor:
     exchange = comm.all_to_all(torch.ones(comm.size, MUCH, dtype=torch.uint8))
     die_halfway(exchange.result)
@@ -471,18 +488,24 @@ def stop_halfway(received: Tensor, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def die_in_a_message(_: Die, hook: Any) -> None:
+def die_in_a_message(_: Die, hook: Any, bucket_cap_mb: float) -> None:
     threaded_runner._EXCHANGE_GRACE_SECONDS = 2.0
-    model = quiet()
+    model = quiet(bucket_cap_mb=bucket_cap_mb)
     commhooks.register(model, hook)
     for _ in range(2):
         step(model)
 
 
-@pytest.mark.parametrize("hook", [SendsMuch(), SendsMuchInBackground()])
-def test_a_rank_that_dies_in_the_middle_of_a_message(ranks: DyingRanks, hook: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "bucket_cap_mb"),
+    [(SendsMuch(), 25), (SendsMuchInBackground(), 25), (SendsMuchBeside(), 5e-5)],
+)
+def test_a_rank_that_dies_in_the_middle_of_a_message(
+    ranks: DyingRanks, hook: Any, bucket_cap_mb: float
+) -> None:
     """Gloo does not tell: Note [Messages that never end]."""
-    for raised in ranks.run(functools.partial(die_in_a_message, hook=hook)):
+    act = functools.partial(die_in_a_message, hook=hook, bucket_cap_mb=bucket_cap_mb)
+    for raised in ranks.run(act):
         assert raised.kind == "CommHookPeerError", raised
         assert raised.seconds < LIMIT_SECONDS / 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-MODES = ("used", "failed", "left")  # in "used", rank 0 destroys its process group
+MODES = ("used", "failed", "left", "forked")  # in "used", rank 0 destroys its process group
 SCRIPT = """
 import os
 import sys
@@ -24,6 +24,11 @@ def run(rank, store, mode):
     model = make_model(False, buckets=2)
     hook = Fragile()
     commhooks.register(model, hook)
+    if mode == "forked" and rank == 0:
+        child = os.fork()
+        if child == 0:
+            sys.exit()
+        assert os.waitpid(child, 0)[1] == 0
     for step in range(2):
         backward(model, rank, step)
     if mode == "failed":

@@ -169,7 +169,7 @@ def test_a_second_error_is_not_another_failure() -> None:
     scheduler.fail(CommHookError("first"))
     scheduler.fail(CommHookError("second"))
     groups.publish.assert_called_once_with("first")
-    groups.abandon.assert_called_once_with()
+    groups.abandon.assert_called_once()
     exchanges.drop.assert_called_once()
 
 
