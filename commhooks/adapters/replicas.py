@@ -84,8 +84,8 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
     Where hooks let the models differ on purpose (``consensus = False``), nothing is compared, other
     than in steps before which such a hook declares them equal, as ``local_sgd`` before its
     ``start_step``. Parameters that the wrapper was told to ignore may differ. Nothing is compared
-    from the first ``model.join()`` on: ranks without inputs call no forward, and torch does not tell
-    when the context has ended.
+    from the first ``model.join()`` on: ranks without inputs call no forward, and torch does
+    not tell when the context has ended.
 
     Args:
         model: A model with a registered hook, in any form that :func:`register` accepts. What is
@@ -162,7 +162,7 @@ def _agrees(hook: object, step: int) -> bool:
 
 
 def _may_be_uneven(model: nn.Module) -> bool:
-    """Return whether ranks may have run out of inputs, because ``model`` is or was inside ``join()``."""
+    """Return whether ranks may have run out of inputs, as from the first ``join()`` on."""
     return isinstance(model, Joinable) and model._join_config.enable  # noqa: SLF001
 
 
