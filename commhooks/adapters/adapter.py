@@ -48,6 +48,8 @@ class Adapter(Ranks, ABC):
         names: The names that recorded gradients refer to by index.
     """
 
+    has_fixed_ranks: bool = True
+    """Whether the ranks stay the same as long as the model trains."""
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
 

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +17,7 @@ from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.handle import handle_of
 from commhooks.errors import CommHookError, CommHookMismatchError
 from commhooks.hook.base import CommHook, tree
+from reducer.torch_internals import not_compiled
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,11 +39,12 @@ class _ReplicaCheck:
         self._next = adapter.steps
         self._pending: _Comparison | None = None
 
+    @not_compiled
     def __call__(self, model: nn.Module, *_: object) -> None:
         """Tell what the last comparison has found, and begin the next one if it is time."""
         handle = handle_of(model)
         is_step = model.training and torch.is_grad_enabled()
-        if handle is None or not handle.is_registered or not is_step:
+        if handle is None or not handle.is_registered or not is_step or _may_be_uneven(model):
             return
         adapter = handle.adapter
         pending, self._pending = self._pending, None
@@ -79,7 +83,9 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
 
     Where hooks let the models differ on purpose (``consensus = False``), nothing is compared, other
     than in steps before which such a hook declares them equal, as ``local_sgd`` before its
-    ``start_step``.
+    ``start_step``. Parameters that the wrapper was told to ignore may differ. Nothing is compared
+    from the first ``model.join()`` on: ranks without inputs call no forward, and torch does
+    not tell when the context has ended.
 
     Args:
         model: A model with a registered hook, in any form that :func:`register` accepts. What is
@@ -90,7 +96,8 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
         RemovableHandle: ``remove()``, or leaving it as a context, ends the checks.
 
     Raises:
-        CommHookError: The model has no hook, or ``every`` is less than one.
+        CommHookError: The model has no hook, or ``every`` is less than one; or ranks come and go,
+            under a manager of torchft.
         CommHookMismatchError: From a forward, on all ranks: the models differ. The message has the
             first parameter, the ranks that differ from rank 0, and the step before which all were
             equal.
@@ -100,6 +107,11 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
         raise CommHookError(
             "check_replicas: expected a model with a hook; register one first, for example "
             "'allreduce'"
+        )
+    if not handle.adapter.has_fixed_ranks:
+        raise CommHookError(
+            "check_replicas: expected ranks that stay the same; under a manager that lets replicas "
+            "come and go, those that come would not take part in a comparison that has begun"
         )
     if every < 1:
         raise CommHookError(f"check_replicas: expected every >= 1, found {every}")
@@ -112,10 +124,10 @@ class _Comparison:
     """The parameters of one moment, whose sums are on their way to all ranks."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, step: int) -> None:
-        named = dict(model.named_parameters())
+        named = _averaged(model)
         self.step = step
         self._group = group
-        self._names = [name.removeprefix("module.") for name in named]
+        self._names = list(named)
         self._sums = torch.stack([_sum_of_words(_local(p)) for p in named.values()])
         # Otherwise, parameters that were exchanged would have the same sum.
         places = torch.arange(1, 2 * len(self._sums), 2, device=self._sums.device)
@@ -147,6 +159,23 @@ def _agrees(hook: object, step: int) -> bool:
         each.consensus or (isinstance(each, AgreesInSomeSteps) and each.models_agree(step))
         for each in tree(hook)
     )
+
+
+def _may_be_uneven(model: nn.Module) -> bool:
+    """Return whether ranks may have run out of inputs, as from the first ``join()`` on."""
+    return isinstance(model, Joinable) and model._join_config.enable  # noqa: SLF001
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters but those that the wrapper was told to ignore."""
+    ignored = getattr(model, "parameters_to_ignore", ())
+    named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
+    return {
+        name: parameter
+        for name, parameter in named
+        if name not in ignored
+        and (isinstance(parameter, DTensor) or not isinstance(model, FSDPModule))
+    }
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -193,6 +193,8 @@ class _Members(Adapter):
     Call :meth:`follow` after the adapter's constructor.
     """
 
+    has_fixed_ranks = False
+
     _manager: Manager
     _replicas: ProcessGroupWrapper
     _elastic: Elastic | None
@@ -294,6 +296,13 @@ class _Averager(_Members, TorchDDPAdapter):
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         if self._elastic is None:
+            if self._manager._quorum_future is None:  # noqa: SLF001
+                # Reported to the manager, nobody would learn of it.
+                raise CommHookError(
+                    f"hook {self.hook!r} averages over the members of a quorum in each step, and "
+                    "there is none; use torchft.Optimizer(manager, optimizer), whose zero_grad() "
+                    "begins one, or call manager.start_quorum() before backward"
+                )
             self._reports(self._manager.wait_quorum)
             self.steps = self._manager.current_step()
             self._reports(self._follow_members)

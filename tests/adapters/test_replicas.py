@@ -197,6 +197,80 @@ def test_replicas_of_shards() -> None:
     assert all("1.weight: ranks 1 do not" in text for text in found)
 
 
+def ignore_own(rank: int, world_size: int, wrap: Any) -> None:
+    net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+    net[1].own = nn.Parameter(torch.full((3,), float(rank)))
+    wrap._set_params_and_buffers_to_ignore_for_model(net, ["1.own"])
+    model = wrap(net)
+    commhooks.register(model, "allreduce")
+    check_replicas(model, every=1)
+    trained = [p for name, p in net.named_parameters() if name != "1.own"]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    train(model, optimizer, rank, 3)
+    if rank == 1:
+        spoil(net[1].bias)
+    with pytest.raises(CommHookMismatchError, match=r"is 1\.bias"):
+        train(model, optimizer, rank, 2)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, TorchDistributedDataParallel])
+def test_ignored_parameters_may_differ(wrap: Any) -> None:
+    """They were taken for replicas that part."""
+    run_ranks(ignore_own, 2, wrap)
+
+
+def ignore_own_of_shards(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+    net[1].own = nn.Parameter(torch.full((3,), float(rank)))
+    fully_shard(net, mesh=mesh, ignored_params={net[1].own})
+    commhooks.register(net, "bf16")
+    check_replicas(net, every=1)
+    trained = [p for p in net.parameters() if p is not net[1].own]
+    train(net, torch.optim.SGD(trained, lr=0.01), rank, 3)
+
+
+def test_parameters_that_fsdp_ignores_may_differ() -> None:
+    run_ranks(ignore_own_of_shards, 2)
+
+
+def join_unevenly(rank: int, world_size: int) -> None:
+    net = make_net()
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    commhooks.register(model, "bf16")
+    check_replicas(model, every=1)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    train(model, optimizer, rank, 2)
+    with model.join():
+        train(model, optimizer, rank, 2 + 3 * rank)
+    train(model, optimizer, rank, 1)
+
+
+def test_uneven_inputs() -> None:
+    """Ranks without inputs were waited for."""
+    run_ranks(join_unevenly, 2)
+
+
+def compile_wrapper(rank: int, world_size: int) -> None:
+    model: Any = DistributedDataParallel(nn.Linear(5, 3))
+    compiled: Any = torch.compile(model, backend="eager")
+    commhooks.register(compiled, "bf16")
+    check_replicas(compiled, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(compiled, optimizer, rank, 2)
+    if rank == 1:
+        spoil(model.module.bias)
+    with pytest.raises(CommHookMismatchError, match="is bias"):
+        train(compiled, optimizer, rank, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiled_wrapper() -> None:
+    """The compiler refused the comparison."""
+    run_ranks(compile_wrapper, 2)
+
+
 def misuse(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(CommHookError, match="expected a model with a hook"):

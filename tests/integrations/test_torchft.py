@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,7 @@ def observe(folder: Path) -> "weakref.ref[nn.Module]":
         "is not saved under torchft.* Leave it out": lambda: handle.load_state_dict({}),
         "int8.*is not saved under": HookState(handle).state_dict,
         "has been no quorum": lambda: handle.trace(folder / "step.json").__enter__(),
+        "check_replicas: expected ranks that stay": lambda: commhooks.check_replicas(model),
         "has a hook already": lambda: commhooks.register(model, "int8"),
         "in use on another model": lambda: DistributedDataParallel(
             manager, ProcessGroupGloo(), make_net(), handle.hook
@@ -162,3 +164,12 @@ def test_the_handle_observes_and_says_what_cannot_work(tmp_path: Path) -> None:
     model = observe(tmp_path)
     gc.collect()
     assert model() is None
+
+
+def test_training_without_a_quorum_is_refused() -> None:
+    """Replicas trained apart, without an error."""
+    net = make_net()
+    manager: Any = SimpleNamespace(_quorum_future=None)  # of one that has not begun a quorum
+    model = DistributedDataParallel(manager, ProcessGroupGloo(), net, "int8")
+    with pytest.raises(commhooks.CommHookError, match=r"use torchft\.Optimizer\(manager"):
+        loss_of(model, 0, 0).backward()
