@@ -483,6 +483,11 @@ bool HostGroup::copy_next_locked(std::vector<std::shared_ptr<Operation>>& done) 
       copy(memory.peers[rank].window->data() + begin, memory.own->data() + begin, bytes);
     }
   }
+  // A peer that has failed may have dropped its bucket, or overwritten it, since it was summed.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (const std::string loss = find_loss(/*asks_system=*/false); !loss.empty()) {
+    throw std::runtime_error(loss);
+  }
   operation.is_copied = true;
   done.push_back(std::move(operations_.front()));
   operations_.pop_front();

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support.dying_ranks import set_timeout
 from support.instruction_sets import instruction_sets, use_instruction_set
 from torch import Tensor, nn
 
@@ -493,6 +494,44 @@ def fails_while_another_reads(rank: int, world_size: int) -> None:
 
 def test_a_failed_step_leaves_its_averages_to_the_others() -> None:
     run_ranks(fails_while_another_reads, 2)
+
+
+def late_after_a_failure(rank: int, world_size: int, views: bool) -> str:
+    """Rank 1 sums at once, and reads what rank 0 has summed only after rank 0 has given up."""
+    model = DistributedDataParallel(Overwriting(), gradient_as_bucket_view=views)
+    model(1.0 + rank).backward()  # rebuilds buckets
+    processes: list[int] = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
+    dist.barrier()
+    last_gradient = next(iter(model.parameters()))
+    if rank == 1:
+        model.require_manual_backward_finalization = True
+        last_gradient.register_hook(lambda _: stop_when_it_waits(processes[0]))
+    else:
+        set_timeout(1)
+    try:
+        model(1.0 + rank).backward()
+        if rank == 1:
+            os.kill(processes[0], signal.SIGCONT)
+            time.sleep(3)
+            model.finalize_backward()
+    except RuntimeError as error:
+        time.sleep(4 * (1 - rank))  # this process still lives
+        return str(error)
+    return ""
+
+
+def stop_when_it_waits(process: int) -> None:
+    time.sleep(0.5)
+    os.kill(process, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_no_rank_returns_averages_of_a_peer_that_has_given_up(views: bool) -> None:
+    """That peer drops its buckets, or packs its next gradients there."""
+    first, second = run_ranks(late_after_a_failure, 2, views)
+    assert "Timed out waiting 1000 ms for rank 1" in first
+    assert "Connection closed by peer: rank 0" in second
 
 
 def ways(rank: int, world_size: int) -> list[str]:
