@@ -186,8 +186,10 @@ class StreamRunner(Runner):
 
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
-            if execution.exchange is not None:
-                self._check_begun(execution, execution.exchange)
+            if (exchange := execution.exchange) is not None:
+                if exchange not in self._begun and not exchange.is_saved:
+                    raise execution.error(NOT_BEGUN)
+                exchange.result()
                 continue
             collective, execution.pending = execution.pending, None
             assert collective is not None
@@ -205,12 +207,6 @@ class StreamRunner(Runner):
             execution.end_stage()
             execution.count_bytes(collective)
         return result
-
-    def _check_begun(self, execution: HookExecution, exchange: Exchange) -> None:
-        """Raise CommHookError unless ``exchange`` has a result."""
-        if exchange not in self._begun and not exchange.is_saved:
-            raise execution.error(NOT_BEGUN)
-        exchange.result()
 
     def _group_of(self, ranks: tuple[int, ...], execution: HookExecution) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""
