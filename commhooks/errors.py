@@ -4,6 +4,9 @@ Messages state what was expected, what was found, on which rank, bucket or param
 do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 from reducer.errors import CommHookError, CommHookPeerError
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "CommHookResultError",
     "CommHookStateError",
     "UnknownHookError",
+    "did_you_mean",
     "reason_of",
 ]
 
@@ -42,3 +46,9 @@ def reason_of(error: BaseException) -> str:
     """Return an error in one line. An error that is not one of ours begins with its type."""
     line = str(error).partition("\n")[0].rstrip(":")
     return line if isinstance(error, CommHookError) else f"{type(error).__name__}: {line}"
+
+
+def did_you_mean(unknown: str, names: Iterable[str]) -> str:
+    """Return the part of a message that suggests one of ``names``; empty if none is similar."""
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

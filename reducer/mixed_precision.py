@@ -91,11 +91,13 @@ class CastModule:
 
         The casts of the outputs' graph then stay until backward has ended.
         """
-        if self._dtype is None:
+        if (dtype := self._dtype) is None:
             yield lambda _outputs: None
             return
         self.restore()
-        self._cast(self._dtype)
+        self._originals = [owner._parameters[name] for owner, name in self._attributes]  # noqa: SLF001
+        casts = {parameter: parameter.to(dtype) for parameter in self._originals}
+        self._put([casts[parameter] for parameter in self._originals])
         keeps = False
 
         def keep(outputs: Any) -> None:
@@ -116,11 +118,6 @@ class CastModule:
         if self._originals:
             self._put(self._originals)
             self._originals = []
-
-    def _cast(self, dtype: torch.dtype) -> None:
-        self._originals = [owner._parameters[name] for owner, name in self._attributes]  # noqa: SLF001
-        shared = {parameter: parameter.to(dtype) for parameter in self._originals}
-        self._put([shared[parameter] for parameter in self._originals])
 
     def _put(self, tensors: list[Any]) -> None:
         for (owner, name), tensor in zip(self._attributes, tensors, strict=True):

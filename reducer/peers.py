@@ -27,7 +27,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -122,7 +122,7 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     with suppress(RuntimeError):
         suspects = call_within(_STORE_SECONDS, lambda: _leave_note(store, group.rank(), suspects))
-    _close(receives)
+    end_now(receives.values())
     with suppress(RuntimeError):
         return call_within(_STORE_SECONDS, lambda: _without_note(store, suspects))
     return []
@@ -153,7 +153,7 @@ def close_connections(backend: Any) -> None:
 
     What is pending on it fails, here and on the peers, except for messages that are on their way.
     """
-    _close(_receives(backend))
+    end_now(_receives(backend).values())
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
@@ -175,8 +175,9 @@ def _receives(gloo: Any) -> dict[int, dist.Work]:
     return receives
 
 
-def _close(receives: dict[int, dist.Work]) -> None:
-    for work in receives.values():
+def end_now(works: Iterable[dist.Work]) -> None:
+    """Wait until messages on Gloo have ended. Unless they have, all connections are closed."""
+    for work in works:
         with suppress(RuntimeError):
             work.wait(_AT_ONCE)  # a wait that times out closes all connections
 

@@ -184,9 +184,7 @@ class DDPAdapter(Adapter):
         packed = counts["packed_bytes"] // max(counts["steps"], 1)
         if counts["is_sparse"]:  # each rank sends its rows to all others
             return all_gather_bytes(packed, counts["ranks"])
-        if counts["group"] != 0:
-            return all_reduce_bytes(packed, counts["ranks"])
-        if self._is_native:  # one all-reduce of what was packed, or nothing was packed
+        if counts["group"] != 0 or self._is_native:  # one all-reduce, if anything was packed
             return all_reduce_bytes(packed, counts["ranks"])
         if self._runner is not None:
             return self._collector.wire_bytes(counts["key"])

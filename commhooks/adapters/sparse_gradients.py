@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from commhooks.comm.exchange import new_future
+from commhooks.comm.exchange import completed
 from commhooks.comm.wire import all_gather_bytes
 from reducer.construction import sparse_parameters
 
@@ -77,13 +77,6 @@ def average_rows(gradient: Tensor, group: dist.ProcessGroup) -> tuple[Future[Ten
     packed = rows.indices().nbytes + rows.values().nbytes
     future = dist.all_reduce(rows, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0].to(dtype)), all_gather_bytes(packed, size)
-
-
-def completed(tensor: Tensor) -> Future[Tensor]:
-    """Return a future that has its value."""
-    future = new_future(tensor.device)
-    future.set_result(tensor)
-    return future
 
 
 def _expected(wrapped: nn.Module) -> set[Tensor]:

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.adapters.adapter import IS_TAKEN, Adapter, TorchHook
-from commhooks.adapters.sparse_gradients import SparseGradients, average_rows, completed
+from commhooks.adapters.sparse_gradients import SparseGradients, average_rows
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact import AllReduce
+from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Recording, Run, Stage

@@ -78,7 +78,10 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], target: str | os.PathL
         shift = about["clock_to_unix_us"] - first["clock_to_unix_us"]
         if about["host"] == first["host"]:
             shift = 0.0
-        events += (_shifted(event, shift) for event in document["traceEvents"])
+        for event in document["traceEvents"]:
+            if "ts" in event:
+                event["ts"] += shift
+        events += document["traceEvents"]
     ranks = [document["otherData"] for document in documents]
     merged = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": ranks}}
     Path(target).write_text(json.dumps(merged))
@@ -172,7 +175,3 @@ def _read(path: Path) -> Event:
             f"{path} is not a trace of one rank, as handle.trace() writes it: {error!r}"
         ) from error
     return document
-
-
-def _shifted(event: Event, shift_us: float) -> Event:
-    return {**event, "ts": event["ts"] + shift_us} if "ts" in event else event

@@ -17,8 +17,10 @@ The bitmap and the low bits are little-endian words of 64 bits. The best l follo
 a message does not describe its format.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -40,12 +42,14 @@ class IndexCode:
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def shortest(cls, numel: int, count: int) -> "IndexCode":
-        """Return the code with the fewest bytes. The bytes never decrease with ``count``."""
+    def shortest(
+        cls, numel: int, count: int, size: Callable[["IndexCode"], int] = attrgetter("nbytes")
+    ) -> "IndexCode":
+        """Return the code of the least ``size``. The bytes never decrease with ``count``."""
         plain = cls(numel, count, low_bits=0, adds_rank=False)
         bits = range(max(numel, 1).bit_length())
         codes = [plain, *(cls(numel, count, low_bits, adds_rank=True) for low_bits in bits)]
-        return min(codes, key=lambda code: code.nbytes)
+        return min(codes, key=size)
 
     @cached_property
     def high_bits(self) -> int:

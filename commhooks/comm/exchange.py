@@ -49,6 +49,13 @@ def new_future(device: torch.device) -> Future[Tensor]:
     return Future(devices=[] if device.type == "cpu" else [device])
 
 
+def completed(tensor: Tensor) -> Future[Tensor]:
+    """Return a future that has its value."""
+    future = new_future(tensor.device)
+    future.set_result(tensor)
+    return future
+
+
 class Exchange:
     """What :meth:`Communicator.begin` returns. ``await`` it in a later step, as often as needed.
 
@@ -72,8 +79,7 @@ class Exchange:
 
         exchange = cls(run)
         exchange.is_saved = True
-        exchange.future = new_future(result.device)
-        exchange.future.set_result(result)
+        exchange.future = completed(result)
         return exchange
 
     @property

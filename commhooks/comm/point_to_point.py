@@ -29,8 +29,6 @@ forwarded later.
 """
 
 from collections.abc import Iterable
-from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,10 +36,10 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
 from commhooks import native
 from commhooks.errors import CommHookPeerError
+from reducer.peers import end_now
 
 _IS_COMPILED = hasattr(native, "ring_gather")
 _TAG = 0
-_AT_ONCE = timedelta(milliseconds=1)
 
 
 class BrokenConnectionError(CommHookPeerError):
@@ -114,12 +112,5 @@ def send_and_receive(
         broken = error.with_traceback(None)  # which would keep this frame, and so the group
     if broken is None:
         return native.join_works(works)
-    _end(works)
+    end_now(works)  # see Note [Nothing posted is dropped]
     raise BrokenConnectionError(str(broken)) if isinstance(broken, RuntimeError) else broken
-
-
-def _end(works: Iterable[Work]) -> None:
-    """Wait until ``works`` have ended: see Note [Nothing posted is dropped]."""
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait(_AT_ONCE)

@@ -11,7 +11,6 @@ package annotated_types.
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -27,7 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import torch
 
-from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.errors import CommHookError, CommHookOptionError, did_you_mean
 
 Instance = TypeVar("Instance")
 
@@ -278,7 +277,7 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
         raise _option_error(
             unknown[0],
             f"hook {hook!r} has no option {unknown[0]!r}"
-            + _instead(unknown[0], names)
+            + (did_you_mean(unknown[0], names) or ".")
             + (f" Its options are {', '.join(names)}." if names else " It has none."),
         )
     required = [field.name for field in _fields(kind) if _is_required(field)]
@@ -300,11 +299,6 @@ def validate(hook: object) -> None:
         except ValueError as error:
             raise _type_error(hook, name, found, str(error)) from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
-
-
-def _instead(unknown: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(unknown, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:

@@ -1,13 +1,12 @@
 """Find classes and functions by reference: ``package.module:name``, or ``train.py:name``."""
 
-import difflib
 import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, did_you_mean
 
 
 def import_module(name: str, where: str = "") -> ModuleType:
@@ -35,10 +34,9 @@ def load_reference(reference: str) -> Any:
     found: Any = import_module(module_name, f"{reference!r}: ")
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
             raise CommHookError(
                 f"{reference!r}: {module_name!r} has no {attribute!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                f"{did_you_mean(part, dir(found))}"
             )
         found = getattr(found, part)
     return found

@@ -4,7 +4,6 @@ A class may have ``needs``, a tuple of texts: what registering the hook by its n
 besides options without a default.
 """
 
-import difflib
 import inspect
 import re
 import textwrap
@@ -14,7 +13,12 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError
+from commhooks.errors import (
+    CommHookError,
+    CommHookOptionError,
+    UnknownHookError,
+    did_you_mean,
+)
 from commhooks.hook.base import CommHook
 from commhooks.hook.fidelity import Fidelity, fidelity_of
 from commhooks.hook.options import OptionInfo, check_names, describe_options, parsers
@@ -217,10 +221,9 @@ def _find(name: str) -> type[CommHook]:
     if name in _hooks:
         return _hooks[name]
     names = available()
-    near = difflib.get_close_matches(str(name), names, n=1)
     raise UnknownHookError(
         f"no hook is named {name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + (did_you_mean(str(name), names) or ".")
         + f" Available: {', '.join(names)}."
     )
 

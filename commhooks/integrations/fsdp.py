@@ -324,7 +324,11 @@ class _AllGather(_Collective, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         size, parameters = group.size(), self._unit.gathered()
-        coded = [name for name, (shape, _) in parameters.items() if self._is_large(shape)]
+        coded = [
+            name
+            for name, (shape, _) in parameters.items()
+            if len(shape) > 1 and shape.numel() >= self._exact_below
+        ]
         self.plain_bytes += all_gather_bytes(input_tensor.nbytes, size)
         # A smaller group has what forward left on its ranks: numbers that are rounded already.
         if group is not self._unit.shards or not coded:
@@ -371,9 +375,6 @@ class _AllGather(_Collective, AllGather):
         with collective(group, "the all-gather of parameters"):
             work: dist.Work | None = self._torchs(received, sent, group, async_op)
             return work
-
-    def _is_large(self, shape: torch.Size) -> bool:
-        return len(shape) > 1 and shape.numel() >= self._exact_below
 
 
 def _check(flat: Tensor, lengths: Mapping[str, int]) -> None:

@@ -60,8 +60,8 @@ from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.fsdp import FSDPAdapter
 from commhooks.adapters.fsdp_units import Unit
 from commhooks.adapters.handle import HookHandle, check_unused, keep
-from commhooks.adapters.sparse_gradients import completed
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
+from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, check_nesting, tree
 from commhooks.hook.capabilities import Elastic, declares

@@ -4,7 +4,6 @@ A name is that of a built-in model such as ``gpt2-small``, or of a factory, as i
 ``my_package.models:make``.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, did_you_mean
 from commhooks.hook.references import load_reference, reference_to
 from commhooks.lab.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
 
@@ -113,10 +112,9 @@ def load_model(name: str) -> nn.Module:
     """
     factory = load_callable(name) if ":" in name else _BUILT_IN.get(name)
     if factory is None:
-        near = difflib.get_close_matches(name, _BUILT_IN, n=1)
         raise ModelError(
             f"no model is named {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + (did_you_mean(name, _BUILT_IN) or ".")
             + f" Built in: {', '.join(built_in_models())}. "
             "A model of your own: package.module:factory or train.py:factory."
         )

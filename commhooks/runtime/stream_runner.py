@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.comm.exchange import NOT_BEGUN, Exchange, new_future
+from commhooks.comm.exchange import NOT_BEGUN, Exchange, completed
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import tree
@@ -100,9 +100,7 @@ class StreamRunner(Runner):
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
         """Begin the exchanges of the step. A backend that keeps the order has no vote."""
         self._run_exchanges()
-        future = new_future(torch.device("cpu"))
-        future.set_result(torch.empty(0))
-        return future
+        return completed(torch.empty(0))
 
     def abandon(self) -> None:
         """Do nothing, because no bucket is ever on its way."""
@@ -188,8 +186,10 @@ class StreamRunner(Runner):
 
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
-            if execution.exchange is not None:
-                self._check_begun(execution, execution.exchange)
+            if (exchange := execution.exchange) is not None:
+                if exchange not in self._begun and not exchange.is_saved:
+                    raise execution.error(NOT_BEGUN)
+                exchange.result()
                 continue
             collective, execution.pending = execution.pending, None
             assert collective is not None
@@ -207,12 +207,6 @@ class StreamRunner(Runner):
             execution.end_stage()
             execution.count_bytes(collective)
         return result
-
-    def _check_begun(self, execution: HookExecution, exchange: Exchange) -> None:
-        """Raise CommHookError unless ``exchange`` has a result."""
-        if exchange not in self._begun and not exchange.is_saved:
-            raise execution.error(NOT_BEGUN)
-        exchange.result()
 
     def _group_of(self, ranks: tuple[int, ...], execution: HookExecution) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""

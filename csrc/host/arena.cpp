@@ -16,15 +16,11 @@ namespace {
 }
 
 File anonymous_file() {
-#ifdef __linux__
   const int descriptor = memfd_create("commhooks", MFD_CLOEXEC);
   if (descriptor < 0) {
     throw_error("memfd_create");
   }
   return File(descriptor);
-#else
-  throw_error("memfd_create", ENOSYS);
-#endif
 }
 
 // Reserves the memory: without it a write would end the process if memory is exhausted.
@@ -46,11 +42,7 @@ File::~File() {
 }
 
 Window::Window(int file, int64_t offset, size_t bytes) : bytes_(bytes) {
-#ifdef __linux__
   constexpr int kFlags = MAP_SHARED | MAP_POPULATE;
-#else
-  constexpr int kFlags = MAP_SHARED;
-#endif
   data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, file, offset);
   if (data_ == MAP_FAILED) {
     throw_error("mmap");
@@ -102,12 +94,10 @@ Arena::Allocation::Allocation(std::shared_ptr<const Arena> arena, int64_t offset
     : arena_(std::move(arena)), offset_(offset), bytes_(bytes), window_(file(), offset, bytes) {}
 
 Arena::Allocation::~Allocation() {
-#ifdef __linux__
   if (!is_kept_ && arena_->is_of_this_process()) {
     fallocate(
         file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_, static_cast<off_t>(bytes_));
   }
-#endif
 }
 
 }  // namespace commhooks

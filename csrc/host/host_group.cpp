@@ -15,12 +15,10 @@
 #include <system_error>
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#ifdef __linux__
-#include <linux/futex.h>
-#endif
 
 namespace commhooks {
 namespace {
@@ -54,15 +52,8 @@ struct Doorbell {
   }
 
  private:
-#ifndef __linux__
-  static constexpr int FUTEX_WAKE = 0, FUTEX_WAIT = 0;  // there is no arena either
-#endif
   int64_t futex(int operation, uint32_t value, const timespec* limit) {
-#ifdef __linux__
     return syscall(SYS_futex, &rings, operation, value, limit, nullptr, 0);
-#else
-    return -1;
-#endif
   }
 };
 

@@ -261,10 +261,9 @@ void Bucket::check_result(const at::Tensor& result, const PackFormat& format) co
   TORCH_CHECK(
       fits && result.device() == device() &&
           (result.scalar_type() == dtype() || result.scalar_type() == wire_dtype),
-      "The communication hook returned a tensor that does not fit its bucket (parameters ",
-      layout_->names.front(), " ... ", layout_->names.back(), "): expected ", numel_,
-      " elements of ", dtype(), " on ", device(), ", found ", result.numel(), " elements of ",
-      result.scalar_type(), " on ", result.device(),
+      "The communication hook returned a tensor that does not fit its bucket (",
+      layout_->describe(), "): expected ", numel_, " elements of ", dtype(), " on ", device(),
+      ", found ", result.numel(), " elements of ", result.scalar_type(), " on ", result.device(),
       ". A hook returns the average in the shape and dtype of `bucket.buffer()`.");
 }
 

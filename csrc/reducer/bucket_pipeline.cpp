@@ -417,10 +417,9 @@ at::Tensor BucketPipeline::await(Bucket& bucket) {
 }
 
 std::string BucketPipeline::describe_average(const Bucket& bucket) const {
-  const auto& names = bucket.layout().names;
   return c10::str(
-      "the average of bucket ", bucket.index, " (parameters ", names.front(),
-      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", steps());
+      "the average of bucket ", bucket.index, " (", bucket.layout().describe(), ") at step ",
+      steps());
 }
 
 // The averages of parameters that this rank used are written at once, those of others once it is

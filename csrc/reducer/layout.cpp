@@ -1,8 +1,9 @@
 #include "reducer/layout.h"
 
 #include <ATen/ops/as_strided.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/strides.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -29,13 +30,14 @@ std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
     return parameter.strides().vec();
   }
-  std::vector<int64_t> strides(parameter.dim());
-  int64_t stride = 1;
-  for (int64_t dim = parameter.dim() - 1; dim >= 0; --dim) {
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(parameter.size(dim), 1);
-  }
-  return strides;
+  const auto strides = c10::contiguous_strides(parameter.sizes());
+  return {strides.begin(), strides.end()};
+}
+
+std::string BucketLayout::describe() const {
+  return c10::str(
+      "parameters ", names.front(),
+      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string());
 }
 
 std::shared_ptr<const BucketLayout> make_bucket_layout(

@@ -31,6 +31,9 @@ struct BucketLayout {
   std::vector<size_t> lengths;                // in elements
   std::vector<std::vector<int64_t>> strides;  // of the gradients. See Note [Bucket views]
   std::string key;  // digest of the names: stable across processes and restarts
+
+  // "parameters first ... last", for messages.
+  std::string describe() const;
 };
 
 using Names = std::shared_ptr<const std::vector<std::string>>;

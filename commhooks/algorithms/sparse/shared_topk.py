@@ -23,7 +23,7 @@ follows from the number of the step, so nothing has to be agreed on or saved.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -153,14 +153,6 @@ async def average_at(
     return buffer.index_copy_(0, indices.long(), select(all_finite, mean, torch.nan))
 
 
-@lru_cache(maxsize=1024)
-def _shortest(numel: int, count: int) -> IndexCode:
-    """Return the code with the fewest bytes that are used."""
-    codes = [IndexCode(numel, count, low_bits=0, adds_rank=False)]
-    codes += [IndexCode(numel, count, low, adds_rank=True) for low in range(numel.bit_length())]
-    return min(codes, key=_sent_bytes)
-
-
 def _code(numel: int, size: int, count_of: Callable[[int], int]) -> IndexCode | None:
     """Return the code of the indices of a part; None if all elements are sent.
 
@@ -168,7 +160,7 @@ def _code(numel: int, size: int, count_of: Callable[[int], int]) -> IndexCode | 
     """
     longest = numel - _start(size - 1, numel, size)
     count = count_of(longest)
-    return _shortest(longest, count) if count < longest else None
+    return IndexCode.shortest(longest, count, _sent_bytes) if count < longest else None
 
 
 def _start(part: int, numel: int, size: int) -> int:

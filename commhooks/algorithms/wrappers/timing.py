@@ -45,8 +45,7 @@ class Clock:
 
     def cores(self) -> float:
         """Return how many things a rank does at a time: the cores for each rank of this machine."""
-        own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-        available = len(own) or os.cpu_count() or 1
+        available = len(os.sched_getaffinity(0))
         return max(1.0, available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

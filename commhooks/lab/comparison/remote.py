@@ -184,15 +184,13 @@ class TrainingRun:
         self._count = 0
         self._seconds = 0.0
 
-    def step(self) -> float:
-        """Run the next training step, which all ranks begin together, and return its seconds."""
+    def step(self) -> None:
+        """Run the next training step, which all ranks begin together."""
         dist.barrier()
         start = time.perf_counter()
         self._validate = self._next()
-        seconds = time.perf_counter() - start
-        self._seconds += seconds
+        self._seconds += time.perf_counter() - start
         self._count += 1
-        return seconds
 
     def validate(self) -> TrainingPoint:
         """Return the point after the last step; its loss is the mean over ranks."""

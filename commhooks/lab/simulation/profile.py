@@ -11,6 +11,7 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
+from commhooks.comm.exchange import completed
 from commhooks.costs.step_trace import BucketTrace, StepTrace
 from reducer import GradBucket
 
@@ -100,9 +101,7 @@ class _Recorder:
         self.launches.append((time.perf_counter(), bucket.buffer().nbytes))
         if self.kept is not None:
             self.kept.append(self._copy(bucket))
-        future: Future[Tensor] = Future()
-        future.set_result(bucket.buffer())
-        return future
+        return completed(bucket.buffer())
 
     def _copy(self, bucket: TorchBucket) -> GradBucket:
         parameters, flat = bucket.parameters(), bucket.buffer().clone()

@@ -21,14 +21,9 @@ namespace {
 }
 
 void add_note(py::error_already_set& error, const GradBucket& bucket) {
-  if (!py::hasattr(error.value(), "add_note")) {
-    return;
-  }
-  const auto& names = bucket.layout().names;
   error.value().attr("add_note")(c10::str(
-      "Raised in the communication hook of bucket ", bucket.getIndex(), " (parameters ",
-      names.front(), names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(),
-      ") at step ", bucket.step(), "."));
+      "Raised in the communication hook of bucket ", bucket.getIndex(), " (",
+      bucket.layout().describe(), ") at step ", bucket.step(), "."));
 }
 
 // Returns `run()`, with a note that names the bucket on its exception. Requires the GIL.
