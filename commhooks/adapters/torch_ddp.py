@@ -77,6 +77,7 @@ class TorchAdapter(Adapter):
         self._has_last = False  # torch's last one has
         self._told_last = False  # the hook has got one that is marked as the last
         self._error: BaseException | None = None
+        self._without_backward: list[Future[Tensor]] = []  # buckets of this step so far
         self._runs: list[tuple[Run, GradBucket]] = []  # of the function, in this step
         self._gradient_hooks: list[RemovableHandle] = []
 
@@ -104,7 +105,20 @@ class TorchAdapter(Adapter):
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
-        _queue_callback(lambda: _queue_callback(self._end_step))
+        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001
+            _queue_callback(lambda: _queue_callback(self._end_step))
+            return self._begin(bucket)
+        # In model.join(), for the steps of ranks that still have inputs, and with all buckets.
+        future = self._begin(bucket)
+        self._without_backward.append(future)
+        if bucket.is_last():
+            for each in self._without_backward:
+                each.wait()
+            self._without_backward.clear()
+            self._finish_step()
+        return future
+
+    def _begin(self, bucket: TorchBucket) -> Future[Tensor]:
         self._is_under_way, self._has_last = True, bucket.is_last()
         start_ns = time.monotonic_ns()
         gradients = bucket.buffer()

@@ -97,6 +97,53 @@ def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
         assert [is_last for *_, is_last, _ in last].count(True) >= 1
 
 
+def train_unevenly(rank: int, size: int, hook: Any, mode: dict[str, bool]) -> list[Tensor]:
+    """Return the parameters after two batches on rank 0 and five on rank 1."""
+    torch.manual_seed(0)
+    model = TorchDistributedDataParallel(Net(twice=False), bucket_cap_mb=0.0001, **mode)
+    handle = None if hook is None else commhooks.register(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(2 + 3 * rank):
+            inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    assert handle is None or handle.adapter.steps == 5
+    return [each.detach() for each in model.parameters()]
+
+
+def compare_uneven(rank: int, size: int, mode: dict[str, bool]) -> None:
+    expected = train_unevenly(rank, size, None, mode)
+    for hook in (Recording(), "allreduce"):
+        found = train_unevenly(rank, size, hook, mode)
+        torch.testing.assert_close(found, expected)
+
+
+def break_without_inputs(rank: int, size: int) -> None:
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+        train_unevenly(rank, size, Breaks(), {})
+
+
+@dataclass
+class Breaks(commhooks.CommHook):
+    """Fails on rank 0 in a step for which it has no inputs."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if comm.step == 3 and comm.rank == 0:
+            raise ValueError("broken")
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+@pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}])
+def test_ranks_without_inputs_take_part(run_ranks: Any, mode: dict[str, bool]) -> None:
+    run_ranks(compare_uneven, 2, mode)
+
+
+def test_all_ranks_raise_if_one_without_inputs_fails(run_ranks: Any) -> None:
+    run_ranks(break_without_inputs, 2)
+
+
 def make_skipping(hook: commhooks.CommHook, parameters: dict[str, torch.Tensor]) -> Trainer:
     """Torch's wrapper with a bucket per parameter; it leaves out the buckets of unused ones."""
     return Trainer(
