@@ -98,6 +98,8 @@ class StageGroups:
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._abandoned: dict[Place, list[dist.ProcessGroup]] = {}  # one each, still in use
         self._watches: list[PeerWatch] = []
+        self._lost: dict[tuple[int, ...], int] = {}
+        """The last epoch in which one of these ranks has gone, or this one has failed."""
         self._closed = threading.Event()
 
     @property
@@ -229,7 +231,12 @@ class StageGroups:
             self._make_group(PrefixStore(f"watch {pair}", store), pair)
             for pair in ring_pairs(self._rank, ranks)
         ]
-        self._watches.append(PeerWatch(pairs, functools.partial(on_loss, self.epoch)))
+        lose = functools.partial(self._lose, on_loss, ranks, self.epoch)
+        self._watches.append(PeerWatch(pairs, lose))
+
+    def _lose(self, on_loss: Callable[[int], None], ranks: tuple[int, ...], epoch: int) -> None:
+        self._lost[ranks] = epoch
+        on_loss(epoch)
 
     def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
         """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""
@@ -237,7 +244,7 @@ class StageGroups:
         self._store.set(self._key(f"{name}/rank {self._rank}"), "here")
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _POLL_SECONDS
-        while not self._store.check(keys) and not self.published():
+        while not (self._store.check(keys) or self.published() or self._lacks_one_of(ranks)):
             if self._closed.is_set() or time.monotonic() > deadline:
                 late = [
                     rank
@@ -254,7 +261,13 @@ class StageGroups:
         found = "complete" if self._store.check(keys) else "broken up"
         settled = self._store.compare_set(self._key(f"{name}/meeting"), "", found)
         if settled != b"complete":
-            raise CommHookPeerError(self.published())
+            why = f"[rank {self._rank}] a rank has ended before collective {stage} of a hook"
+            raise CommHookPeerError(self.published() or why)
+
+    def _lacks_one_of(self, ranks: tuple[int, ...]) -> bool:
+        """Return whether one of ``ranks`` has gone in this epoch, so that they never meet."""
+        lost = [ring for ring, epoch in self._lost.items() if epoch == self.epoch]
+        return any(set(ring) <= set(ranks) for ring in lost)
 
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"

@@ -80,6 +80,7 @@ at::Tensor Bucket::memory(c10::ScalarType dtype) const {
 const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
     flat_ = memory(dtype());
+    flat_data_ = flat_.const_data_ptr();
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
@@ -133,6 +134,10 @@ void Bucket::begin_step() {
   gathered_.assign(indices_.size(), 0);
   packs_all_ = true;
   streams_.clear();
+  if (transport_ && flat_.defined() && flat_.const_data_ptr() != flat_data_) {
+    // A user has moved gradients, which are views, with share_memory() for example.
+    kept_.push_back(std::exchange(flat_, {}));
+  }
 }
 
 void Bucket::end_step() {

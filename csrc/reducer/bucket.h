@@ -167,8 +167,9 @@ class Bucket {
   int64_t numel_;
   Copier copier_;
   GradientStore store_;
-  at::Tensor flat_;                // in the dtype of the gradients; allocated when first needed
-  std::vector<at::Tensor> views_;  // of flat_, one per `.grad`
+  at::Tensor flat_;                  // in the dtype of the gradients; allocated when first needed
+  const void* flat_data_ = nullptr;  // where it was allocated
+  std::vector<at::Tensor> views_;    // of flat_, one per `.grad`
   at::Tensor wire_;  // in the dtype that a hook asked for; allocated when first needed
 
   std::vector<char> gathered_;  // per position, in this step

@@ -391,6 +391,23 @@ def test_a_forked_process_reads_gradients_and_takes_nothing_with_it() -> None:
     run_ranks(forked_child, 2)
 
 
+def moved(rank: int, world_size: int) -> None:
+    models = [
+        wrap(Many(), gradient_as_bucket_view=True) for wrap in (DistributedDataParallel, over_gloo)
+    ]
+    for step in range(5):
+        for model in models:
+            model(gradients_of(rank, torch.float32, step)).backward()  # added to those before
+            if step == 2:
+                model.module.share_memory()
+    for ours, gloos in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.grad, gloos.grad)
+
+
+def test_gradients_may_be_moved_between_steps() -> None:
+    run_ranks(moved, 2)
+
+
 def patient(rank: int, world_size: int) -> float:
     """Take many small steps, in which a lost wake-up would cost a minute."""
     models = [

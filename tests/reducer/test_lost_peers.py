@@ -463,6 +463,19 @@ class SendsMuchBeside(commhooks.CommHook):
         return bucket.buffer()
 
 
+@dataclass
+class DiesBeforeMeeting(commhooks.CommHook):
+    """Has a second collective in the second step, before which the last rank dies."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        await comm.all_reduce(torch.ones(1))
+        if bucket.step == 1:
+            if comm.rank == comm.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await comm.all_reduce(torch.ones(1))
+        return bucket.buffer()
+
+
 async def send_much(comm: commhooks.Communicator) -> Tensor:
     exchange = comm.all_to_all(torch.ones(comm.size, MUCH, dtype=torch.uint8))
     die_halfway(exchange.result)
@@ -488,7 +501,7 @@ def stop_halfway(received: Tensor, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def die_in_a_message(_: Die, hook: Any, bucket_cap_mb: float) -> None:
+def die_in_a_hook(_: Die, hook: Any, bucket_cap_mb: float = 25) -> None:
     threaded_runner._EXCHANGE_GRACE_SECONDS = 2.0
     model = quiet(bucket_cap_mb=bucket_cap_mb)
     commhooks.register(model, hook)
@@ -504,8 +517,15 @@ def test_a_rank_that_dies_in_the_middle_of_a_message(
     ranks: DyingRanks, hook: Any, bucket_cap_mb: float
 ) -> None:
     """Gloo does not tell: Note [Messages that never end]."""
-    act = functools.partial(die_in_a_message, hook=hook, bucket_cap_mb=bucket_cap_mb)
+    act = functools.partial(die_in_a_hook, hook=hook, bucket_cap_mb=bucket_cap_mb)
     for raised in ranks.run(act):
+        assert raised.kind == "CommHookPeerError", raised
+        assert raised.seconds < LIMIT_SECONDS / 2
+
+
+def test_a_rank_that_dies_before_the_others_connect_another_stage(ranks: DyingRanks) -> None:
+    """They meet in the store, which does not tell that one of them has gone."""
+    for raised in ranks.run(functools.partial(die_in_a_hook, hook=DiesBeforeMeeting())):
         assert raised.kind == "CommHookPeerError", raised
         assert raised.seconds < LIMIT_SECONDS / 2
 
