@@ -348,7 +348,7 @@ class _AllGather(_Collective, AllGather):
 
         if self._differences and self._last is None:
             self._gather(output_tensor, input_tensor, group)
-            self._last = torch.cat([whole_of[name] for name in coded], 1)
+            self._keep(torch.cat([whole_of[name] for name in coded], 1))
             return None
         numbers = torch.cat([shard_of[name] for name in coded]).float()
         if self._last is not None:
@@ -363,10 +363,14 @@ class _AllGather(_Collective, AllGather):
         self._format.decode(received[:, : codes.numel()].contiguous(), decoded.view(-1))
         if self._last is not None:
             decoded += self._last
-            self._last = decoded.to(self._last.dtype)
+            self._keep(decoded.to(self._last.dtype))
         _write(decoded, [whole_of[name] for name in coded])
         _write(received[:, codes.numel() :], [whole_of[name].view(torch.uint8) for name in exact])
         return None
+
+    def _keep(self, parameters: Tensor) -> None:
+        """Keep what all ranks got. From NaN and infinity, no difference would lead back."""
+        self._last = parameters.nan_to_num(0.0, 0.0, 0.0)
 
     def _gather(
         self, received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool = False

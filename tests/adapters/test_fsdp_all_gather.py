@@ -122,9 +122,15 @@ def send_differences(rank: int, size: int, options: dict[str, Any]) -> None:
     first, *others = [after - before for before, after in itertools.pairwise(sent)]
     assert all(other == others[0] < first for other in others)
 
-    with torch.no_grad():  # far from the parameters of the last gather
-        for parameter in net.parameters():
-            parameter.mul_(-1)
+    shards = [parameter.detach().to_local() for parameter in net.parameters()]
+    before = [shard.clone() for shard in shards]
+    for lost in (torch.nan, torch.inf):
+        for each in shards:
+            each.fill_(lost)
+        step(net, rank)
+        assert not any(seen[name][-1].isfinite().any() for name in matrices)
+    for each, values in zip(shards, before, strict=True):  # far from those of the last gather
+        each.copy_(-values)
     exact = {name: net.get_parameter(name).full_tensor() for name in matrices}
     for _ in range(3):
         step(net, rank)
