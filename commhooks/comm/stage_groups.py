@@ -56,9 +56,10 @@ class StageGroups:
 
     Note [Meeting before connecting]: connecting blocks, for the whole timeout of the group if a
     peer has failed before it got there. Therefore ranks first meet in the store, where a failure is
-    visible. The first rank that sees all ranks there, or a failure, decides for all of them whether
-    they connect. Otherwise, one rank could leave because it has seen a failure elsewhere, while
-    another one, which came last, sees all ranks and connects.
+    visible; its neighbors notice a peer that has ended. The first rank that sees all ranks there,
+    or a failure, decides for all of them whether they connect. Otherwise, one rank could leave
+    because it has seen a failure elsewhere, while another one, which came last, sees all ranks and
+    connects.
 
     Note [One client per thread]: a client of the store that waits for a key, as Gloo does to
     connect, locks out all other threads that use it. Two models under one backward, and exchanges,
@@ -142,7 +143,7 @@ class StageGroups:
         return groups[stage]
 
     def close_connections(self) -> None:
-        """Close those of groups that were kept. What is pending there fails, or never ends."""
+        """Close those of groups that were dropped in use. What is pending fails, or never ends."""
         for (group,) in self._abandoned.values():
             close_connections(group)
 
@@ -266,8 +267,8 @@ class StageGroups:
 
     def _lacks_one_of(self, ranks: tuple[int, ...]) -> bool:
         """Return whether one of ``ranks`` has gone in this epoch, so that they never meet."""
-        lost = [ring for ring, epoch in self._lost.items() if epoch == self.epoch]
-        return any(set(ring) <= set(ranks) for ring in lost)
+        lost = self._lost.copy()  # threads add to it
+        return any(set(ranks).issuperset(r) for r, epoch in lost.items() if epoch == self.epoch)
 
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"
