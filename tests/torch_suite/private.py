@@ -17,6 +17,10 @@ REASONS = {
     "test_ddp_native_mixed_precision_ignored_params": (
         "reads parameter._mp_param, where torch keeps a cast; parameters keep their dtype here"
     ),
+    "test_ddp_profiling_torch_profiler": (
+        "counts the all-reduces of Gloo; here ranks of one host average in memory that they share, "
+        "and tests/reducer/test_observation.py has the ranges that a profile shows"
+    ),
     "test_detect_ddp_is_actually_static": (
         "reads reducer._ddp_graph_static(); the logging data has it as can_set_static_graph"
     ),
