@@ -108,7 +108,7 @@ class TorchAdapter(Adapter):
         if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001
             _queue_callback(lambda: _queue_callback(self._end_step))
             return self._begin(bucket)
-        # In model.join(), for the steps of ranks that still have inputs, and with all buckets.
+        # In model.join(), a rank without inputs runs the hook on all buckets of the others' steps.
         future = self._begin(bucket)
         self._without_backward.append(future)
         if bucket.is_last():

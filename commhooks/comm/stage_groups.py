@@ -39,8 +39,8 @@ from commhooks.comm.threads import start_thread
 from commhooks.errors import CommHookPeerError
 from reducer.peers import call_within, close_connections, is_peer_loss
 
-Place = tuple[int, tuple[int, ...], int]
-"""An epoch, the ranks that take part, all if empty, and a stage."""
+StageKey = tuple[int, tuple[int, ...], int]
+"""Names a stage group: the epoch, its ranks (all if empty), and the stage."""
 
 _CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ class StageGroups:
         self.epoch = 0
         """The number of failures so far."""
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        self._abandoned: dict[Place, list[dist.ProcessGroup]] = {}  # one each, still in use
+        self._abandoned: dict[StageKey, list[dist.ProcessGroup]] = {}  # one each, still in use
         self._watches: list[PeerWatch] = []
         self._lost: dict[tuple[int, ...], int] = {}
         """The last epoch in which one of these ranks has gone, or this one has failed."""
@@ -176,12 +176,12 @@ class StageGroups:
                 return self._store.get(self._key("failure")).decode()
         return None
 
-    def abandon(self, used: Collection[Place] = ()) -> None:
+    def abandon(self, used: Collection[StageKey] = ()) -> None:
         """Drop all groups and start the next epoch, as :meth:`disconnect` does. Does not block."""
         self.disconnect(used)
         self.epoch += 1
 
-    def disconnect(self, used: Collection[Place] = ()) -> None:
+    def disconnect(self, used: Collection[StageKey] = ()) -> None:
         """Drop all groups within the epoch, in which none may be opened any more.
 
         Those that are still ``used`` are kept until :meth:`drop_unused` is called, so that
@@ -197,11 +197,11 @@ class StageGroups:
                 del group
         self.drop_unused(used)
 
-    def drop_unused(self, used: Collection[Place]) -> None:
+    def drop_unused(self, used: Collection[StageKey]) -> None:
         """Drop the groups that were kept, except those that are still ``used``."""
-        for place in self._abandoned.keys() - set(used):
+        for key in self._abandoned.keys() - set(used):
             # The destructor waits for pending collectives; no other reference may exist.
-            start_thread("commhooks-drop", self._abandoned.pop(place).clear)
+            start_thread("commhooks-drop", self._abandoned.pop(key).clear)
 
     def close(self) -> None:
         """Make :meth:`open` raise, on whatever thread it is waiting."""

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 from commhooks.comm.communicator import PendingCollective
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.issue_order import in_turn
-from commhooks.comm.stage_groups import Place, StageGroups
+from commhooks.comm.stage_groups import StageGroups, StageKey
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.runtime.execution import HookExecution
 
@@ -66,10 +66,10 @@ class Executor:
         self._groups = groups
         self._watch = watch
         self._owner = owner
-        self._under_way: dict[HookExecution, Place] = {}  # where their collectives are
+        self._under_way: dict[HookExecution, StageKey] = {}  # where their collectives are
 
     @property
-    def used(self) -> Collection[Place]:
+    def used(self) -> Collection[StageKey]:
         """The stage groups with a collective under way."""
         return self._under_way.values()
 
