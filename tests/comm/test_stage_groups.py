@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from commhooks.comm.stage_groups import StageGroups
@@ -170,3 +171,39 @@ def connect_late(rank: int, size: int) -> tuple[bool, str]:
 def test_no_rank_goes_on_before_all_are_connected(run_ranks: Any) -> None:
     """It could close what others still connect; and if one cannot connect, all must know."""
     assert run_ranks(connect_late, 3) == [(True, "no file descriptors are left")] * 3
+
+
+def close_what_is_in_use(rank: int, size: int) -> str:
+    """Rank 0 fails while it waits for rank 1, which is alive and sends nothing."""
+    groups = StageGroups(dist.distributed_c10d._get_default_group(), 85)
+    groups.connect({(): 2})
+    dist.barrier()
+    failed = ""
+    if rank == 0:
+        buffer = torch.zeros(3)
+        work = groups.open(1).recv([buffer], 1, 0)
+        groups.abandon([(0, (), 1)])
+        assert list(groups._abandoned) == [(0, (), 1)]  # the other one was not in use
+        assert not work.is_completed()
+        groups.close_connections()
+        errors: list[str] = []
+        waits = threading.Thread(target=lambda: errors.append(error_of(work)), daemon=True)
+        waits.start()
+        waits.join(10)
+        failed = errors[0]
+        groups.drop_unused(())
+        assert not groups._abandoned
+    dist.barrier()
+    return failed
+
+
+def error_of(work: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    return str(caught.value)
+
+
+def test_connections_of_groups_in_use_are_closed_after_a_failure(run_ranks: Any) -> None:
+    """So that no late message is written to memory that is in use again."""
+    failed, _ = run_ranks(close_what_is_in_use, 2)
+    assert failed
