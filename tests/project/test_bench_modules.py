@@ -10,6 +10,8 @@ from bench.measured_hooks import MEASURED_HOOKS, name_of
 from commhooks import algorithms
 
 ROOT = Path(__file__).parents[2]
+NEEDS_INTEGRATIONS = ("bench.elastic",)
+"""Modules that import what only `make test-all` installs."""
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "bench").rglob("*.py")
@@ -17,7 +19,13 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=[pytest.mark.exhaustive] * (module in NEEDS_INTEGRATIONS))
+        for module in MODULES
+    ],
+)
 def test_it_imports(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     importlib.import_module(module)
