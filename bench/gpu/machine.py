@@ -1,6 +1,7 @@
 """The machine of a run, and whether a run is possible."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -72,7 +73,23 @@ def describe(directory: Path) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in REPORTED},
         "commit": first_line(f"git -C '{directory}' describe --always --dirty"),
+        "device_code": device_code(directory),
     }
+
+
+def device_code(directory: Path) -> str:
+    """Return a digest of the kernels and of the code that launches them.
+
+    Pages compare that of a run with today's, to say whether its results are of this code.
+    """
+    folders = (directory / "csrc" / "packing", directory / "commhooks" / "kernels")
+    modules = (directory / "commhooks").rglob("*.py")
+    found = {path for folder in folders for path in folder.rglob("*.*") if path.suffix != ".pyc"}
+    found |= {path for path in modules if "commhooks.kernels" in path.read_text()}
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        digest.update(f"{path.relative_to(directory).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _version(name: str) -> str | None:

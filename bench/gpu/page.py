@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bench.gpu.machine import device_code
 from bench.tables import case_of, groups, table
 
 Run = Mapping[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NOT_MEASURED = "(not measured)"
 QUOTED = ("asyncOp", "one collective", "int8", "topk")
@@ -99,13 +103,18 @@ def facts(run: Run) -> dict[str, str]:
         if row["name"].startswith("test_host")
     }
     return {
-        "gpu": machine["devices"][0].partition(",")[0],
+        "gpu": f"{machine['devices'][0].partition(',')[0]} ({_commit(machine)})",
         "gpu run": f"{run['date']}, torch {versions['torch']}, CUDA {machine['cuda']}, NCCL "
         f"{machine['nccl']}, CuPy {versions['cupy']}",
         "gpu aims": _aims(run),
         "gpu communicators": _communicators(run),
         **{f"gpu host {case}": host.get(case, NOT_MEASURED) for case in QUOTED},
     }
+
+
+def _commit(machine: Mapping[str, Any]) -> str:
+    is_of_today = machine.get("device_code") == device_code(ROOT)
+    return f"{'' if is_of_today else 'not since '}commit {machine['commit'] or 'unknown'}"
 
 
 def _aims(run: Run) -> str:

@@ -151,8 +151,33 @@ def test_a_gpu_check(tmp_path: Path) -> None:
     assert against.endswith("| at least 0.8 | 0.5 to 0.9 | no: int2 0.5 |")
     document["machine"] |= {"devices": ["A device, 80 GiB"]}
     quoted = gpu_page.facts(document | {"date": "2026-01-01"})
-    assert quoted["gpu"] == "A device"
+    assert quoted["gpu"] == f"A device (commit {document['machine']['commit']})"
     assert quoted["gpu communicators"] == quoted["gpu host int8"] == "(not measured)"
+
+
+@pytest.mark.parametrize(
+    "changed", ["csrc/packing/cuda/b.cuh", "commhooks/kernels/b.h", "commhooks/b.py"]
+)
+def test_results_of_other_device_code_are_said_to_be_old(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "csrc/packing/cuda/b.cuh",
+        "commhooks/kernels/b.h",
+        "commhooks/b.py",
+        "commhooks/c.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import commhooks.kernels" if name == "commhooks/b.py" else "")
+    monkeypatch.setattr(gpu_page, "ROOT", tmp_path)
+    about = {"devices": ["A device, 80 GiB"], "cuda": "13", "nccl": "2", "commit": "abc"}
+    about |= {"versions": {"torch": "2.11.0", "cupy": None}}
+    about["device_code"] = machine.device_code(tmp_path)
+    run = {"date": "2026-01-01", "machine": about, "benchmarks": []}
+    (tmp_path / "commhooks/c.py").write_text("launches = 'nothing'")
+    assert gpu_page.facts(run)["gpu"] == "A device (commit abc)"
+    (tmp_path / changed).write_text("# changed, commhooks.kernels")
+    assert gpu_page.facts(run)["gpu"] == "A device (not since commit abc)"
 
 
 @pytest.mark.parametrize(
