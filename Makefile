@@ -10,6 +10,7 @@ SITE_ARGS ?=
 WORKERS ?= -n 3 --dist loadfile
 PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
+ENVIRONMENTS ?= $(CURDIR)/build/environments
 GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
@@ -18,10 +19,12 @@ WITH := $(INSTALLED).# and extras: .venv/.installed.cli,test
 CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
+COMMA := ,
+
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES
 unexport PYTHONDONTWRITEBYTECODE # each process would compile the tests and the package again
-.PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \
+.PHONY: help demo test test-all test-newest test-pure torch-suite mutate sanitize soak build lint types format bench \
   results wheel wheel-pure sdist packages matrix gpu-check cuda docs check-site clean
 
 help: ## Show this list
@@ -39,6 +42,15 @@ test-all: $(WITH)cli,docs,integrations,results,test ## Run the exhaustive cases,
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
 PURE_TESTS ?= tests/pure tests/adapters/test_torch_ddp.py tests/algorithms/test_selection.py \
   tests/codecs/test_codecs.py tests/codecs/test_index_code.py tests/codecs/test_precision.py
+
+# The newest supported torch is a build for CUDA, so nvcc compiles everything; no GPU is needed.
+NEWEST ?= 2.15
+NEWEST_TESTS ?= tests/adapters tests/comm tests/pure tests/reducer tests/runtime tests/state
+
+test-newest: override export PYTEST_ARGS := $(WORKERS) $(NEWEST_TESTS) $(PYTEST_ARGS)
+test-newest: ## Build HEAD with nvcc for the newest torch (5 GB, kept in ENVIRONMENTS), and test the engine there
+	PYTHONS=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') TORCHES=$(NEWEST) \
+	  COMMHOOKS_WITH_CUDA=1 ENVIRONMENTS=$(ENVIRONMENTS) .ci/matrix
 
 test-pure: $(WITH)cli,results,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
@@ -100,14 +112,9 @@ matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is ins
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and its packages
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
-cuda: $(WITH)nvrtc ## Compile every CUDA source to machine code; a warning is an error
-	PYTHONPATH=tests $(BIN)/python -m cuda_compile
-	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/packing/cuda not compiled"; \
-	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
-	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++20 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
-	    "$$source"; \
-	done; done; fi
+# nvcc is the machine's, or comes from the package index.
+cuda: $(WITH)nvrtc$(if $(shell command -v nvcc),,$(COMMA)nvcc) ## Compile every CUDA source to machine code; a warning is an error
+	PYTHONPATH=csrc:tests $(BIN)/python -m cuda_compile
 
 docs: $(WITH)docs ## Build the documentation site in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

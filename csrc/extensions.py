@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,17 @@ else:
 NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
 
 
+def find_nvcc() -> str | None:
+    """Return the path of nvcc: of a toolkit, or from the wheels of the extra ``nvcc``."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    wheels = Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin")
+    folders = (f"{home}/bin", os.environ.get("PATH", os.defpath), *map(str, wheels))
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
 def ask_nvcc(*arguments: str) -> str:
     """Return the output of nvcc, or an empty string if there is no nvcc."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+    nvcc = find_nvcc()
     if nvcc is None:
         return ""
     run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)

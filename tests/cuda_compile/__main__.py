@@ -1,10 +1,11 @@
 """Compile every kernel for the supported GPUs; no GPU is needed.
 
-    PYTHONPATH=tests python -m cuda_compile
+    PYTHONPATH=csrc:tests python -m cuda_compile
 
-Uses NVRTC from CuPy's package, as on a user's machine, and nvcc, if they are installed. Prints the
-registers, spills and shared memory of each kernel. Fails if there is a warning, or if a kernel
-exceeds the bounds in report.py.
+The kernels of hooks with NVRTC from CuPy's package, as on a user's machine, and with nvcc, which
+warns about more; those of the engine with nvcc and torch's flags, as the build does. Prints the
+registers, spills and shared memory of the kernels of hooks. Fails if a compiler is missing or warns,
+or if a kernel exceeds the bounds in report.py.
 """
 
 import sys
@@ -12,9 +13,9 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from commhooks.errors import CommHookError
-from commhooks.kernels.nvrtc import compile_source, nvrtc
+from commhooks.kernels.nvrtc import compile_source
 from commhooks.kernels.source import SOURCES, Source
-from cuda_compile.nvcc import compile_with_nvcc, find_nvcc
+from cuda_compile.nvcc import PACKING, compile_packing, compile_with_nvcc
 from cuda_compile.report import MOST_REGISTERS, Usage, usages
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -23,18 +24,17 @@ ARCHITECTURES = ("sm_80", "sm_90")
 def main() -> int:
     """Compile all kernels; return the exit status, 1 if a kernel has a problem."""
     try:
-        compilers = [name for name, is_there in (("NVRTC", _has_nvrtc()), ("nvcc", find_nvcc()))
-                     if is_there]  # fmt: skip
-        if not compilers:
-            print("neither NVRTC (pip install 'commhooks[nvrtc]') nor nvcc found: not compiled")
-            return 0
         found = [
             (source.file, compiler, arch, usage)
             for source in SOURCES
-            for compiler in compilers
+            for compiler in ("NVRTC", "nvcc")
             for arch in ARCHITECTURES
             for usage in _compile(compiler, source, arch)
         ]
+        for path in PACKING:
+            for arch in ARCHITECTURES:
+                compile_packing(path, arch)
+                print(f"{path.name}, nvcc with torch's flags, for {arch}: compiled")
     except CommHookError as error:
         print(error, file=sys.stderr)
         return 1
@@ -47,14 +47,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _has_nvrtc() -> bool:
-    try:
-        nvrtc()
-    except ImportError:
-        return False
-    return True
-
-
 def _compile(compiler: str, source: Source, arch: str) -> list[Usage]:
     if compiler == "NVRTC":
         compiled = compile_source(source, source.kernels, arch)
@@ -62,9 +54,7 @@ def _compile(compiler: str, source: Source, arch: str) -> list[Usage]:
             raise CommHookError(f"{source.file} for {arch}: NVRTC warns\n{compiled.log}")
         log, names = compiled.log, {name: kernel for kernel, name in compiled.names.items()}
     else:
-        nvcc = find_nvcc()
-        assert nvcc is not None
-        log, names = compile_with_nvcc(nvcc, source, arch), {}
+        log, names = compile_with_nvcc(source, arch), {}
     found = list(usages(log, names))
     if len(found) != len(source.kernels):
         raise CommHookError(

@@ -1,22 +1,23 @@
 """Compile CUDA sources with nvcc, which warns about more than NVRTC."""
 
-import shutil
 import subprocess
+from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from extensions import NVCC_FLAGS, ROOT, find_nvcc
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 from commhooks.errors import CommHookError
 from commhooks.kernels.nvrtc import options_for
 from commhooks.kernels.source import Source
 
-__all__ = ["compile_with_nvcc", "find_nvcc"]
+__all__ = ["PACKING", "compile_packing", "compile_with_nvcc"]
+
+PACKING = sorted((ROOT / "csrc" / "packing" / "cuda").glob("*.cu"))
+"""The sources that the package's build compiles, with torch's flags."""
 
 
-def find_nvcc() -> str | None:
-    """Return the path of nvcc, or None if it is not installed."""
-    return shutil.which("nvcc")
-
-
-def compile_with_nvcc(nvcc: str, source: Source, arch: str) -> str:
+def compile_with_nvcc(source: Source, arch: str) -> str:
     """Return the output of ptxas for all kernels of a source.
 
     Raises CommHookError on an error or a warning.
@@ -24,10 +25,23 @@ def compile_with_nvcc(nvcc: str, source: Source, arch: str) -> str:
     # Taking the address of a template instantiates it.
     kernels = "".join(f"  (const void*)&{kernel},\n" for kernel in source.kernels)
     text = f'#include "{source.file}"\nextern const void* const kernels[] = {{\n{kernels}}};\n'
-    with TemporaryDirectory() as directory:
-        command = [nvcc, *options_for(arch), "--Werror=all-warnings", "-x=cu", "-cubin",
-                   f"-o={directory}/kernels.cubin", "-"]  # fmt: skip
+    options = (*options_for(arch), "--Werror=all-warnings", "-x=cu", "-")
+    return _run(f"{source.file} for {arch}", options, text)
+
+
+def compile_packing(path: Path, arch: str) -> None:
+    """Compile a source of the engine as the build does; raise as :func:`compile_with_nvcc`."""
+    options = (*COMMON_NVCC_FLAGS, *NVCC_FLAGS, f"-I{ROOT / 'csrc'}", f"-arch={arch}", str(path))
+    _run(f"{path.relative_to(ROOT)} for {arch}", options)
+
+
+def _run(what: str, options: tuple[str, ...], text: str | None = None) -> str:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise CommHookError("nvcc not found: install a CUDA toolkit, or the extra `nvcc`")
+    with TemporaryDirectory() as folder:
+        command = [nvcc, *options, "-cubin", f"-o={folder}/kernels.cubin"]
         run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if run.returncode != 0:
-        raise CommHookError(f"{source.file} for {arch}: nvcc fails with\n{run.stdout}{run.stderr}")
+        raise CommHookError(f"{what}: nvcc fails with\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr
