@@ -4,8 +4,8 @@
 
 The kernels of hooks with NVRTC from CuPy's package, as on a user's machine, and with nvcc, which
 warns about more; those of the engine with nvcc and torch's flags, as the build does. Prints the
-registers, spills and shared memory of the kernels of hooks. Fails if a compiler is missing or warns,
-or if a kernel exceeds the bounds in report.py.
+registers, spills and shared memory of the kernels of hooks. Fails if a compiler is missing or warns
+or a kernel exceeds the bounds in report.py.
 """
 
 import sys
