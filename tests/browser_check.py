@@ -5,8 +5,7 @@
     PYTHONPATH=tests python -m browser_check build/docs --screenshots build/screenshots
 
 A page must load without a console error, a broken image, a failed request or one to another host,
-and must not be wider than the window. Exit with 1 if any page fails, and with 0 if there is no
-browser.
+and must not be wider than the window. Exit with 1 if any page fails or if there is no browser.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def check(site: Path, screenshots: Path | None, only: str) -> int:
     """Check all pages; print and count the problems."""
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
-        print(f"none of {', '.join(BROWSERS)} found: the pages have not been opened")
-        return 0
+        sys.exit(f"none of {', '.join(BROWSERS)} found: install one to open the pages")
     from playwright.sync_api import sync_playwright
 
     pages = sorted(page.relative_to(site) for page in site.rglob("*.html") if only in str(page))
