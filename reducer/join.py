@@ -29,7 +29,7 @@ _PLANS = "the exchange of what each rank is about to do, inside join(),"
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the ranks together are about to do in a step. ``active``: the ranks that have inputs."""
+    """The plan of all ranks for a step. ``active``: the ranks that have inputs."""
 
     active: list[int]
     synchronizes: bool

@@ -172,7 +172,7 @@ class Unit:
     def ensure_end(self, end: EndOfBackward) -> None:
         """Call ``end`` at the end of this backward if FSDP will not notice it.
 
-        It does not if only some of the modules of a unit were called, by themselves.
+        FSDP skips its own callback when only submodules of a unit ran.
         """
         state = self._state()
         assert state is not None

@@ -135,7 +135,7 @@ class HookHandle:
 
     @property
     def adapter(self) -> Adapter:
-        """What connects hook and model. For integrations; it may change with any release."""
+        """The adapter between hook and model. For integrations; it may change with any release."""
         return self._in_use()
 
     def start(self, adapter: Adapter, state: Mapping[str, Any] | None) -> None:

@@ -14,7 +14,7 @@ from commhooks.kernels.launcher import THREADS, Argument, blocks_for
 from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, kernel_name
 
 BlockSize = Annotated[int, Limits(ge=32, le=4096, multiple_of=32)]
-"""How many numbers share a scale."""
+"""Numbers per scale."""
 
 _DTYPES = (torch.float32, torch.float64)
 _ROTATION = 128  # as in kernels/codecs/rotation.h

@@ -22,7 +22,7 @@ class Norm(IntEnum):
 
 @dataclass(frozen=True)
 class Format:
-    """How the numbers of a block become codes.
+    """The mapping from the numbers of a block to codes.
 
     ``codes`` is the name of a C++ struct in kernels/codecs/; ``levels`` and ``clip`` are options of
     ``Levels``. With ``is_vote``, several messages vote instead of being averaged. ``group``: how

@@ -57,7 +57,7 @@ def completed(tensor: Tensor) -> Future[Tensor]:
 
 
 class Exchange:
-    """What :meth:`Communicator.begin` returns. ``await`` it in a later step, as often as needed.
+    """The result of :meth:`Communicator.begin`. ``await`` it in a later step, as often as needed.
 
     See Note [Exchanges between steps].
     """

@@ -1,4 +1,4 @@
-"""Threads that the end of the interpreter waits for."""
+"""Threads joined at interpreter exit."""
 
 import atexit
 import threading

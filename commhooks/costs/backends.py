@@ -73,7 +73,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """What one rank sends, and the hops of the longest chain of messages.
+    """Bytes sent by one rank, and the hops of the longest chain of messages.
 
     ``link_bytes`` are those of all members on a node; everything else is of one rank.
     """

@@ -88,8 +88,7 @@ class BucketTrace:
     local_seconds: tuple[float, ...] = (0.0,)
     collectives: tuple[Collective, ...] = ()
     exchanges: tuple["BucketTrace", ...] = ()
-    """Those that begin at the end of the step: Note [Exchanges between steps] in comm/exchange.py.
-    """
+    """Exchanges begun after the step: Note [Exchanges between steps] in comm/exchange.py."""
     steps: int = 0
     """Of an exchange: the number of steps until its result is awaited."""
 

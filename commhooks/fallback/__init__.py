@@ -1,4 +1,4 @@
-"""What ``commhooks._C`` does, in NumPy: the same bits, slower.
+"""The functions of ``commhooks._C`` in NumPy: the same bits, slower.
 
 :mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare both with
 vectors from the formulas of the papers. It has the same names, except for the products of low-rank

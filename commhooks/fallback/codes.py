@@ -22,7 +22,7 @@ LARGEST, SIGNED, MEAN, ROOT_MEAN, EUCLIDEAN = range(5)
 
 @dataclass(frozen=True)
 class Format:
-    """How the numbers of a block become codes of ``bits`` bits.
+    """The mapping from the numbers of a block to codes of ``bits`` bits.
 
     If ``group`` is not 0, each ``group`` numbers have a scale of one byte.
     """

@@ -1,4 +1,4 @@
-"""What sparse hooks compute on a CPU: csrc/sparse/selection.h and csrc/sparse/indices.h."""
+"""Arithmetic of sparse hooks on a CPU, as in csrc/sparse/selection.h and csrc/sparse/indices.h."""
 
 from typing import Any
 

@@ -99,7 +99,7 @@ class CommHook:
     one rank leaves the others waiting there: docs/writing-a-hook.md, Backends.
     """
     wire: ClassVar[str] = ""
-    """What is sent, as text: "1 byte per element, in an all-gather"."""
+    """The bytes on the wire, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
     """The address of the paper."""
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)

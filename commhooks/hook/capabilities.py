@@ -1,4 +1,4 @@
-"""What a hook may declare or define beyond the contract of :class:`~commhooks.CommHook`.
+"""Optional declarations and methods of a hook, beyond the contract of :class:`~commhooks.CommHook`.
 
 A *flag* is a class attribute, or a property if it depends on options. A hook without the flag says
 no. Each hook speaks for itself; :func:`any_declares` also asks those nested in it:
@@ -52,7 +52,7 @@ Flag: TypeAlias = Literal[
 ]
 
 Role: TypeAlias = Literal["embedding", "output"]
-"""What a parameter is for in its model, see :func:`commhooks.hook.roles.roles_of`."""
+"""The role of a parameter in its model, see :func:`commhooks.hook.roles.roles_of`."""
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ class KeepsOwn(Protocol):
 class Elastic(Protocol):
     """A hook under which ranks may come and go between the steps in which it sends.
 
-    A rank that comes gets the parameters of another one, and its :meth:`common_state`.
+    A joining rank receives another rank's parameters and :meth:`common_state`.
     """
 
     def sends(self, step: int) -> bool:
@@ -137,7 +137,7 @@ class Elastic(Protocol):
 
 
 class Hook(Protocol):
-    """What this module needs of a :class:`~commhooks.CommHook`, which imports it."""
+    """The part of :class:`~commhooks.CommHook`, which imports this module, that is used here."""
 
     def nested(self) -> Mapping[str, "Hook"]:
         """Return the hooks among the options by path."""

@@ -1,4 +1,4 @@
-"""What the integrations with ``lightning`` and with ``pytorch_lightning`` share.
+"""Common parts of the integrations with ``lightning`` and with ``pytorch_lightning``.
 
 Both packages have the same classes under different names, and neither accepts the other's. So the
 code is in classes that inherit from neither; ``integrations/lightning.py`` and

@@ -49,7 +49,7 @@ class Measured:
 
     groups: tuple[Group, ...]
     outcomes: Mapping[str, Mapping[int, Choice]]
-    """What hooks do with the groups that they can average, by hook and the group's position."""
+    """Measured effects on the groups that hooks can average, by hook and the group's position."""
     step: StepTrace
     """A step without hooks."""
     gloo: Gloo

@@ -1,4 +1,4 @@
-"""Which hook each parameter gets, and what that saves: the output of the solver."""
+"""A hook for each parameter and the time that this saves: the output of the solver."""
 
 import json
 import math
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """What the names of the parameters have in common."""
+        """The common part of the parameters' names."""
         return label_of(self.names)
 
 

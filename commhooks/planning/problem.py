@@ -1,4 +1,4 @@
-"""What there is to choose from, in numbers, and what a hook for each group costs."""
+"""The planning problem in numbers: candidate hooks for each group, and their costs."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Choice:
-    """What a hook does with one group of parameters, or has done with a sample of it.
+    """The effect of a hook on one group of parameters, or on a sample of it.
 
     ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`: of a sample, all of the
     hook's own work; in ``Group.choices``, the part that grows with the group.
@@ -78,7 +78,7 @@ class Group:
     norm: float = math.nan
     """The norm of the average gradient, if it is known."""
     choices: Mapping[str, Choice] = field(default_factory=dict)
-    """What hooks do with the group, plain averaging among them."""
+    """The candidate hooks of the group, plain averaging among them."""
 
     @property
     def label(self) -> str:

@@ -44,7 +44,7 @@ class HookExecution:
     """
 
     _place = "on"
-    """Where it fails, in front of the bucket."""
+    """The position of the failure, before the bucket."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         self.bucket = bucket

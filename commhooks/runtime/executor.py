@@ -20,7 +20,7 @@ called on the executor's thread when the work has completed, with or without an 
 
 
 class Owner(ABC):
-    """What an executor asks its owner, a scheduler, which decides what results and errors mean."""
+    """The scheduler that owns an executor and decides the meaning of results and errors."""
 
     @abstractmethod
     def fail(self, error: CommHookError) -> None:

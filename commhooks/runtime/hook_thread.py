@@ -59,7 +59,7 @@ class HookThread:
     def serve(self, executor: Executor, grace: float) -> None:
         """Let ``executor`` fail if a call raises or a peer goes. Set it before the first call.
 
-        ``grace``: seconds in which what is on its way when a peer goes may still complete.
+        ``grace``: seconds for in-flight operations to complete after a peer failure.
         """
 
         def end(epoch: int, failed: list[HookExecution], is_over: threading.Event) -> None:

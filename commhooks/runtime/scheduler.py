@@ -41,7 +41,7 @@ from commhooks.runtime.stats import StatsCollector
 
 
 class Phase(Enum):
-    """Where a step stands on this rank; see :class:`StepState`."""
+    """The progress of a step on this rank; see :class:`StepState`."""
 
     IDLE = auto()
     """No bucket of a step has arrived."""

@@ -19,7 +19,7 @@ KEY = "commhooks"
 
 
 class Handle(Protocol):
-    """What is needed of a :class:`HookHandle`."""
+    """The methods used of a :class:`HookHandle`."""
 
     @property
     def hook(self) -> Any: ...

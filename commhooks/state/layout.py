@@ -1,4 +1,4 @@
-"""How ranks are arranged: as replicas times shards; one shard without sharding."""
+"""The layout of ranks: replicas times shards; one shard without sharding."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ class Ranks:
     """The ranks that train a model together, and what this one has of the model."""
 
     device: torch.device
-    """Where the gradients are."""
+    """The device of the gradients."""
 
     parameters: dict[str, Tensor]
     """The parameters that hooks average, by the names that :class:`CommHook` uses."""
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a part of a state belongs to: a rank, or a shard in all replicas."""
+    """The owner of a part of a state: a rank, or a shard in all replicas."""
 
     kind: str
     number: int

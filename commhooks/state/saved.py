@@ -107,7 +107,7 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
 
 @dataclass
 class _Outcome:
-    """What one rank has loaded, to be compared with the other ranks."""
+    """The state that one rank has loaded, to be compared with the other ranks."""
 
     rank: int
     failure: str = ""

@@ -156,25 +156,32 @@ def test_a_gpu_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["csrc/packing/cuda/b.cuh", "commhooks/kernels/b.h", "commhooks/b.py"]
+    "changed",
+    [
+        "csrc/packing/cuda/element.cuh",
+        "commhooks/kernels/codecs/fp4.h",
+        "commhooks/codecs/block.py",
+    ],
 )
 def test_results_of_other_device_code_are_said_to_be_old(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (
-        "csrc/packing/cuda/b.cuh",
-        "commhooks/kernels/b.h",
-        "commhooks/b.py",
-        "commhooks/c.py",
+        "csrc/packing/cuda/element.cuh",
+        "commhooks/kernels/codecs/fp4.h",
+        "commhooks/codecs/block.py",
+        "commhooks/native.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("import commhooks.kernels" if name == "commhooks/b.py" else "")
+        (tmp_path / name).write_text(
+            "import commhooks.kernels" if name == "commhooks/codecs/block.py" else ""
+        )
     monkeypatch.setattr(gpu_page, "ROOT", tmp_path)
     about = {"devices": ["A device, 80 GiB"], "cuda": "13", "nccl": "2", "commit": "abc"}
     about |= {"versions": {"torch": "2.11.0", "cupy": None}}
     about["device_code"] = machine.device_code(tmp_path)
     run = {"date": "2026-01-01", "machine": about, "benchmarks": []}
-    (tmp_path / "commhooks/c.py").write_text("launches = 'nothing'")
+    (tmp_path / "commhooks/native.py").write_text("launches = 'nothing'")
     assert gpu_page.facts(run)["gpu"] == "A device (commit abc)"
     (tmp_path / changed).write_text("# changed, commhooks.kernels")
     assert gpu_page.facts(run)["gpu"] == "A device (not since commit abc)"

@@ -83,7 +83,7 @@ class Auto(KnowsModel, CommHook):
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or
             the plan is no plan, or has a hook that does not exist.
         CommHookError: at registration, if a candidate that you named cannot average this model, or
-            the plan has a parameter that the model has not.
+            the plan has a parameter missing from the model.
     """
 
     error: Annotated[float, Limits(ge=0)] | Candidate = "int4"  # type: ignore[assignment]  # a hook

@@ -1,4 +1,4 @@
-"""What there is to choose: hooks, for groups of parameters, and plans that are given."""
+"""The choices of ``auto``: hooks for groups of parameters, and given plans."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

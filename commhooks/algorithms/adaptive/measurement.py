@@ -1,4 +1,4 @@
-"""What a rank does for ``auto`` in a step: it measures what is on the agenda, and reports it."""
+"""Measurements of a rank for ``auto``: those on the agenda of a step, and their report."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""What rank 0 knows and decides for ``auto``. It has no hooks and moves no gradients.
+"""The knowledge and decisions of rank 0 for ``auto``. It has no hooks and moves no gradients.
 
 ::
 
@@ -43,8 +43,8 @@ _SHARE = 0.01
 _MOST_TRIED = 4
 """Groups that the candidates are tried on, the largest ones."""
 _BEYOND_LIMIT = 1.1
-"""A plan whose error exceeds the limit by this factor goes. Checks, which see some elements of each
-group, are off by less."""
+"""A plan whose error exceeds the limit by this factor is rejected. Checks, which sample elements of
+each group, are off by less."""
 _OTHER_RATE = 0.2
 _NO_PLAN = Plan.exact("Average exactly: nothing has been measured yet.")
 _UNTIMED = StepTrace((), 0.0, is_native=False)
@@ -54,7 +54,7 @@ _UNTRIED = {0: Choice((0.0, 0.0), (Collective("all_reduce", 4.0, ALL),), 0.0, el
 
 @dataclass(frozen=True)
 class Agenda:
-    """What ranks measure in some steps from ``start`` on. In the step after these they report.
+    """Measurements of all ranks in some steps from ``start`` on, reported in the step after these.
 
     Either candidates are tried in all of them. Or steps are timed, and in the last one errors and
     norms are measured, and the link is probed. Groups are given by their positions.
@@ -84,7 +84,7 @@ class Agenda:
 
 @dataclass
 class Report:
-    """What a rank has measured. Groups are given by their positions."""
+    """The measurements of a rank. Groups are given by their positions."""
 
     spent_seconds: float = 0.0
     """The time taken by measuring."""
@@ -127,7 +127,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Course:
-    """What all ranks have agreed on."""
+    """The values that all ranks have agreed on."""
 
     plan: Plan = _NO_PLAN
     history: tuple[Decision, ...] = ()
@@ -142,7 +142,7 @@ class Course:
 
 @dataclass
 class Planner:
-    """What all ranks have reported about the groups of some buckets, and what to do by it.
+    """The reports of all ranks about the groups of some buckets, and what to do by it.
 
     Hooks are given by specs.
     """

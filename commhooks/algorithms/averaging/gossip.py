@@ -72,7 +72,7 @@ class Gossip(PeerToPeer):
     """
 
     what: Literal["gradients", "parameters"] = "parameters"
-    """What is averaged. Parameters: mixing brings models closer in each step. Gradients: only
+    """The averaged tensors. Parameters: mixing brings models closer in each step. Gradients: only
     ``average_every`` does; without it models diverge as steadily as without communication."""
     topology: Permutation = "dissemination"
     """The pairs of ranks that exchange messages, see :mod:`commhooks.comm.topologies`."""

@@ -8,7 +8,7 @@ In code, on a rank whose node has L ranks::
 
     def average(g):
         shard = mean(all_to_all(split(g, L), ranks=node))
-        shard = inner(shard, ranks=those with my number in their nodes)
+        shard = inner(shard, ranks=those with the same local rank)
         return join(all_gather(shard, ranks=node))
 
 Memory and links inside a node are fast. Between nodes, all ranks of a node send at the same time,
@@ -30,7 +30,7 @@ read the gradients and the shards of their peers where they are::
 
     def average(g):
         shard = mean(rows of my shard in the buckets of all ranks)    once all have packed theirs
-        shard = inner(shard, ranks=those with my number in their nodes)
+        shard = inner(shard, ranks=those with the same local rank)
         copy the shards of all ranks to g                             once all shards are averages
 
 A rank that shares its shard has read all buckets, so the others may overwrite theirs. It writes to
@@ -305,7 +305,7 @@ class BucketShards:
         self._rows: list[list[tuple[slice, slice]]] = [[] for _ in range(size)]
         """For each rank, where the rows of each parameter are in its shard and in the gradients."""
         self._zeros: list[list[slice]] = [[] for _ in range(size)]
-        """Where zeros follow them in its shard."""
+        """The start of the zeros that follow them in its shard."""
         for begin, gradient in zip(bucket.offsets, bucket.gradients(), strict=True):
             length = shard_of(gradient, gradient, 0, size).numel()
             place, self.numel = self.numel, self.numel + length

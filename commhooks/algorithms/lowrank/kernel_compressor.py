@@ -220,7 +220,7 @@ class _Panel(NamedTuple):
 
 
 class _Bases:
-    """Which panels :meth:`KernelCompressor.orthonormalize` divides the factors of a side into."""
+    """Panels into which :meth:`KernelCompressor.orthonormalize` divides the factors of a side."""
 
     def __init__(self, side: Side, matrices: Sequence[_Matrix], like: Tensor) -> None:
         panels: list[_Panel] = []

@@ -84,7 +84,7 @@ class Quantized(KeepsErrors):
     """
 
     block_size: BlockSize = 256
-    """How many numbers share a scale. Smaller blocks: closer to the average, more bytes."""
+    """Numbers per scale. Smaller blocks: closer to the average, more bytes."""
     seed: int = field(default=0, kw_only=True)
     """The seed of random numbers, which also depend on the rank, the step and the bucket."""
 

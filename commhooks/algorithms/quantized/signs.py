@@ -32,7 +32,7 @@ class OneBit(Quantized):
     """
 
     block_size: BlockSize = 128
-    """How many numbers share a scale. Smaller blocks: closer to the average, more bytes. Larger
+    """Numbers per scale. Smaller blocks: closer to the average, more bytes. Larger
     blocks mix parameters whose gradients differ much in size."""
 
     error_feedback = True

@@ -38,7 +38,7 @@ class QSGD(Quantized):
     """
 
     block_size: BlockSize = 128
-    """How many numbers share a scale; the paper calls it the bucket size and takes 512. Smaller
+    """Numbers per scale; the paper calls it the bucket size and takes 512. Smaller
     blocks: less variance, more bytes."""
     levels: Annotated[int, Limits(ge=1, le=127)] = 7
     """The number of levels above zero; there are as many below. One level takes 2 bits per number,
@@ -92,7 +92,7 @@ class TernGrad(Quantized):
     """
 
     block_size: BlockSize = 512
-    """How many numbers share a scale; in the paper, a layer. Smaller blocks: less variance, more
+    """Numbers per scale; in the paper, a layer. Smaller blocks: less variance, more
     bytes."""
     clip: Annotated[float, Limits(ge=0)] = 2.5
     """Clamp a rank's numbers to this many root mean squares of their block; 0: no clipping, and no
@@ -132,7 +132,7 @@ class Natural(Quantized):
     """
 
     block_size: BlockSize = 512
-    """How many numbers share a scale. It affects only the bytes."""
+    """Numbers per scale. It affects only the bytes."""
 
     wire = "1 byte per element and 4 per block, in an all-to-all and an all-gather"
     paper = "https://arxiv.org/abs/1905.10988"

@@ -66,7 +66,7 @@ class DeMo(SparseHook):
     density: Annotated[float, Limits(gt=0, le=1)] = 1 / 128
     """k as a share of the coefficients of a tile: 32 of 4096."""
     decay: Annotated[float, Limits(ge=0, le=1)] = 0.999
-    """What a step leaves of the momentum."""
+    """The factor by which a step decays the momentum."""
     tile: Annotated[int, Limits(ge=1, le=256)] = 64
     """The largest side of a tile."""
     sign: bool = False

@@ -54,7 +54,7 @@ _NO_VALUES = torch.float16
 @register_hook("shared_topk")
 @dataclass
 class SharedTopK(WarmedUp):
-    """Average the elements that one rank after the other chooses; add others to the next gradient.
+    """Average the elements chosen by each rank in turn; add the others to the next gradient.
 
     The ranks take turns in choosing the largest elements of a part of the bucket, and all ranks
     send the chosen ones. The bytes per rank stay below twice those of one message of ``topk`` at
@@ -62,8 +62,8 @@ class SharedTopK(WarmedUp):
     """
 
     beta: Annotated[float, Limits(gt=0, le=1)] = 1.0
-    """How far a step moves the error towards what was not sent, the low-pass filter of ScaleCom. 1
-    keeps all; less is for large batches and learning rates."""
+    """The share of what was not sent in the new error, ScaleCom's low-pass filter. 1 keeps all;
+    less is for large batches and learning rates."""
 
     wire = "an all-gather of k/N indices, then an all-reduce of k values"
     paper = "https://arxiv.org/abs/2104.11125"

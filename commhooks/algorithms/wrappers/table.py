@@ -1,4 +1,4 @@
-"""Which of several hooks each parameter has, where that changes between steps.
+"""A table of the hook of each parameter, which may change between steps.
 
 Note [Residuals]
 ~~~~~~~~~~~~~~~~
@@ -38,7 +38,7 @@ _REFUSED: Mapping[Flag, str] = {
     "spreads_parameters": "keeps state of other parameters on other ranks",
     "has_exchanges": "goes on with exchanges between steps",
 }
-"""What keeps a hook from being a candidate, and why."""
+"""The properties that exclude a hook as a candidate, with reasons."""
 
 
 class HookTable(Routing):

@@ -133,7 +133,7 @@ class Check:
         residual: Residual,
         elements: int,
     ) -> "Check":
-        """Copy about as many ``elements`` of each group, others in each step.
+        """Sample about ``elements`` elements per group, different ones each step.
 
         ``groups``: the names of their parameters, by any key.
         """
