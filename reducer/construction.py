@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from reducer import native  # not its classes, which are missing without extensions
 from reducer.agreement import check_agreement
 from reducer.buffers import broadcast
-from reducer.host_memory import connect_host
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 
 # Name, shape, strides and dtype of a parameter.
@@ -181,6 +180,7 @@ def make_reducer(
     named_parameters: NamedParameters,
     process_group: dist.ProcessGroup,
     options: WrapperOptions,
+    host: native.HostGroup | None,
 ) -> native.Reducer:
     """Return a reducer of those of the parameters that require a gradient.
 
@@ -200,9 +200,7 @@ def make_reducer(
     settings.stable_buckets = options.stable_buckets
     settings.skip_unused_buckets = options.skip_all_reduce_unused_params
     settings.release_buckets = options.lazy_bucket_allocation
-    parameters = [parameter for _, parameter in trained]
-    host = connect_host(process_group, parameters[0].device) if options.host_memory else None
-    return native.Reducer(parameters, settings, process_group, host)
+    return native.Reducer([p for _, p in trained], settings, process_group, host)
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:

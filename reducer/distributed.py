@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from reducer import native  # not its classes, which are missing without extensions
 from reducer.buffers import ModuleBuffers
 from reducer.construction import (
     check_module,
@@ -206,19 +207,20 @@ class DistributedDataParallel(TorchNames, Joinable):
         if init_sync:
             buffers = self.modules_buffers if broadcasts_buffers else []
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
-        self._set_up()
+        self._set_up(self._connect_host())
 
-    def _set_up(self) -> None:
+    def _set_up(self, host: native.HostGroup | None) -> None:
         """Make the parts that belong to this process and are not pickled."""
         named = list(self.not_ignored_parameters().items())
         self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in named if p.requires_grad}
-        self.reducer = make_reducer(self.module, named, self.process_group, self.options)
+        self.reducer = make_reducer(self.module, named, self.process_group, self.options, host)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
         self._trained = TrainedParameters(self)
         self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
         self.step_sampler = StepSampler()
         self._has_run_forward = False
+        self._is_connected = True
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
@@ -234,7 +236,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = choose_process_group(None, None)
         self.module_buffers.collect()
-        self._set_up()
+        self._set_up(None)
+        # Other ranks may have no copy, so it needs them from its first synchronized step on only.
+        self._is_connected = self.require_forward_param_sync = False
 
     # ------------------------------------------------------------------------------- forward
 
@@ -278,8 +282,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 syncs_buffers=self.will_sync_module_buffers(),
             )
         if synchronizes:
-            self.hook_registration.before_step()
-            self.reducer.rebuild_buckets()
+            self.prepare_step()
         self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, plan)
         return plan
 

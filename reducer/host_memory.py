@@ -21,17 +21,18 @@ from reducer.peers import gloo_of
 _IDENTITIES = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid")
 
 
-def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | None:
+def connect_host(
+    group: dist.ProcessGroup, device: torch.device, what: str = "the search for ranks on this host"
+) -> HostGroup | None:
     """Connect this rank with those of ``group`` on the same host; return None if it is alone.
 
     Collective over ``group``. If a rank cannot connect, all ranks return None. ``device``: that of
     the gradients; only those on the CPU are averaged in this way, and only where the backend is
-    Gloo.
+    Gloo. ``what`` is under way, for errors.
     """
     is_wrapped = type(group) is not dist.ProcessGroup  # and may send by other ways than Gloo
     if device.type != "cpu" or group.size() == 1 or is_wrapped or gloo_of(group) is None:
         return None
-    what = "the search for ranks on this host"
     own: HostGroup | None = None
     with suppress(RuntimeError, OSError):  # the system may lack what is needed
         own = HostGroup()

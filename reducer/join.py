@@ -121,8 +121,7 @@ class ShadowHook(JoinHook):
         model = self._model
         plan = StepPlan.agree(model, is_active=False)
         if plan.synchronizes:
-            model.hook_registration.before_step()
-            model.reducer.rebuild_buckets()
+            model.prepare_step()
         if plan.syncs_buffers:
             model.module_buffers.sync(model.process_group, plan.root, model.reducer)
         if plan.synchronizes:

@@ -28,7 +28,7 @@ from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
 from reducer.hook_registration import HookRegistration
 from reducer.host_memory import connect_host
-from reducer.native import AverageHook, GradBucket, Reducer
+from reducer.native import AverageHook, GradBucket, HostGroup, Reducer
 from reducer.nested_tensors import map_tensors
 from reducer.optim import GradientObservers, overlap_optimizer
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
@@ -270,6 +270,7 @@ class TorchNames(nn.Module):
     gradient_observers: GradientObservers
     step_sampler: StepSampler
     divide_by_initial_world_size: bool
+    _is_connected: bool
 
     _clones_outputs = True
     broadcast_bucket_size = BROADCAST_BYTES
@@ -418,6 +419,20 @@ class TorchNames(nn.Module):
                 stacklevel=2,
             )
 
+    def _connect_host(self, *what: str) -> HostGroup | None:
+        """Share memory with the other ranks of this host, if that is wanted. Collective."""
+        wanted = self.options.host_memory
+        return connect_host(self.process_group, self.device, *what) if wanted else None
+
+    def prepare_step(self) -> None:
+        """Prepare the hook and the buckets for a synchronized step, on all ranks."""
+        if not self._is_connected:
+            host = self._connect_host("the first step of a copied model, which all ranks train,")
+            self.reducer.set_process_group(self.process_group, host)
+            self._is_connected = True
+        self.hook_registration.before_step()
+        self.reducer.rebuild_buckets()
+
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next step on, without a communication hook.
 
@@ -426,10 +441,7 @@ class TorchNames(nn.Module):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
-        transport = (
-            connect_host(new_process_group, self.device) if self.options.host_memory else None
-        )
-        self.reducer.set_process_group(new_process_group, transport)
+        self.reducer.set_process_group(new_process_group, self._connect_host())
         self.hook_registration.reset()
 
     def _check_manual_backward_finalization_supported(self) -> None:

@@ -265,7 +265,7 @@ class TorchDDPAdapter(TorchAdapter):
                 "the wrapper without that option"
             )
         try:
-            model.register_comm_hook(weakref.proxy(self), _run)
+            model.register_comm_hook(_State(self), _run)
         except RuntimeError as error:
             raise CommHookError(IS_TAKEN) from error
 
@@ -277,8 +277,22 @@ class TorchDDPAdapter(TorchAdapter):
         return True
 
 
-def _run(adapter: TorchAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    return adapter.run(bucket)
+class _State:
+    """The state of the hook for torch, which keeps it in the wrapper: an adapter, held weakly.
+
+    A copy of the wrapper, pickled or not, has none: torch does not register hooks on copies.
+    """
+
+    def __init__(self, adapter: TorchAdapter) -> None:
+        self.adapter = weakref.proxy(adapter)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()
+
+
+def _run(state: _State, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    future: Future[Tensor] = state.adapter.run(bucket)
+    return future
 
 
 def _settle(

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.dying_ranks import set_timeout
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
@@ -55,8 +57,11 @@ def pickling(rank: int, world_size: int, options: dict[str, Any]) -> None:
     file.seek(0)
     for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
         assert list(other.state_dict()) == [f"module.{name}" for name in Net().state_dict()]
+        with other.no_sync():
+            other(torch.ones(1, 4)).sum().backward()
         for _ in range(3):
             assert gradient_is_mean(other, rank, world_size)
+        assert (other.reducer.transport is None) == (model.reducer.transport is None)
         assert commhooks.handle_of(other) is None
         commhooks.register(other, "allreduce")
         assert gradient_is_mean(other, rank, world_size)
@@ -68,6 +73,73 @@ def pickling(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}])
 def test_pickling_and_deep_copies(options: dict[str, Any]) -> None:
     run_ranks(pickling, 2, options)
+
+
+def copy_on_one_rank(rank: int, world_size: int, kind: type[nn.Module], hook: str | None) -> None:
+    model = kind(Net())
+    if hook is not None:
+        commhooks.register(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        model(torch.full((1, 4), rank + 1.0)).square().sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        if rank == 1 and step == 1:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            for each in (copy.deepcopy(model), AveragedModel(model), loaded):
+                other = each.module if isinstance(each, AveragedModel) else each
+                assert list(other.state_dict()) == list(model.state_dict())
+                # Torch's wrapper would broadcast buffers if it were called itself.
+                called = each.eval() if kind is DistributedDataParallel else other.module
+                with torch.no_grad():
+                    assert torch.equal(called(torch.ones(1, 4)), model.module(torch.ones(1, 4)))
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    of_ranks = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(of_ranks, flat)
+    assert all(torch.equal(flat, theirs) for theirs in of_ranks)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("hook", [None, "int8", "powersgd", "topk"])
+def test_a_copy_on_one_rank_needs_no_other(kind: type[nn.Module], hook: str | None) -> None:
+    run_ranks(copy_on_one_rank, 3, kind, hook)
+
+
+def train_a_copy_alone(rank: int, world_size: int) -> None:
+    set_timeout(2.0)
+    model = DistributedDataParallel(Net())
+    if rank == 0:
+        copy.deepcopy(model)(torch.ones(1, 4))
+    else:
+        time.sleep(6.0)
+
+
+def test_a_copy_that_one_rank_trains_names_the_others() -> None:
+    what = r"\[rank 0\] the first step of a copied model, which all ranks train, failed: rank 1 "
+    with pytest.raises(commhooks.CommHookPeerError, match=what):
+        run_ranks(train_a_copy_alone, 2)
+
+
+def join_with_copies(rank: int, world_size: int) -> None:
+    """A rank without inputs takes part in the first step of a copy."""
+    model = copy.deepcopy(DistributedDataParallel(Net()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for _ in range(3 * rank):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    of_ranks = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(of_ranks, flat)
+    assert torch.equal(of_ranks[0], of_ranks[1])
+
+
+def test_copies_take_part_in_join() -> None:
+    run_ranks(join_with_copies, 2)
 
 
 def state_dicts(rank: int, world_size: int) -> None:

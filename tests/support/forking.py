@@ -8,8 +8,8 @@
 
 Importing torch takes seconds of CPU time in each process that does so; forking takes milliseconds.
 ``commhooks`` starts each rank as a new process, because CUDA cannot be used in forked ones; so do
-the tests where torch has CUDA, and those that start scripts. The template has one thread and no
-process group. It ends when its parent ends.
+the tests where torch finds a device, and those that start scripts. The template has one thread and
+no process group. It ends when its parent ends.
 
 Note [Two templates]
 ~~~~~~~~~~~~~~~~~~~~
@@ -47,7 +47,7 @@ _turns = itertools.cycle((0, 1))
 
 
 def can_fork() -> bool:
-    return torch.version.cuda is None and torch.version.hip is None and hasattr(os, "pidfd_open")
+    return not torch.cuda.is_available() and hasattr(os, "pidfd_open")
 
 
 def fork_worker(
