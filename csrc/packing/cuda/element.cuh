@@ -17,10 +17,18 @@ using Math =
 
 // Conversions between an element and the type in which it is multiplied, by name: torch compiles
 // extensions without the implicit conversions of __half and __nv_bfloat16.
-__device__ inline double to_math(double value) { return value; }
-__device__ inline float to_math(float value) { return value; }
-__device__ inline float to_math(__half value) { return __half2float(value); }
-__device__ inline float to_math(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline double to_math(double value) {
+  return value;
+}
+__device__ inline float to_math(float value) {
+  return value;
+}
+__device__ inline float to_math(__half value) {
+  return __half2float(value);
+}
+__device__ inline float to_math(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
 
 template <typename To>
 __device__ To from_math(Math<To> value) {
