@@ -7,7 +7,7 @@ do.
 import difflib
 from collections.abc import Iterable
 
-from reducer.errors import CommHookError, CommHookPeerError
+from reducer.errors import CommHookError, CommHookMismatchError, CommHookPeerError
 
 __all__ = [
     "CommHookError",
@@ -32,10 +32,6 @@ class CommHookOptionError(CommHookError, ValueError):
 
 class CommHookStateError(CommHookError, ValueError):
     """A saved state is damaged, or belongs to a different hook, model or rank."""
-
-
-class CommHookMismatchError(CommHookError):
-    """Ranks registered different hooks or options."""
 
 
 class CommHookResultError(CommHookError):

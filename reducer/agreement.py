@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from reducer.errors import CommHookMismatchError
 from reducer.peers import collective
 
 T = TypeVar("T")
@@ -30,8 +31,8 @@ def check_agreement(
 ) -> int:
     """Raise ``explain(values of all ranks)`` on every rank if ranks have different values.
 
-    Collective over ``group``, see :func:`values_of_ranks`. Returns a random number, which is the
-    same on all ranks.
+    Collective over ``group``; raises as :func:`values_of_ranks`, too. Returns a random number that
+    is the same on all ranks.
     """
     values, number = _gather(value, group, device, what)
     if len({repr(other) for other in values}) > 1:
@@ -43,8 +44,11 @@ def values_of_ranks(value: T, group: dist.ProcessGroup, device: torch.device, wh
     """Return the values of all ranks.
 
     Collective over ``group``: one all-gather of 16 bytes per rank, on ``device``. Values are
-    compared by a hash of their ``repr``; they are sent, pickled, only if they differ. Raises
-    CommHookPeerError if a peer is lost during ``what``.
+    compared by a hash of their ``repr``; they are sent, pickled, only if they differ.
+
+    Raises:
+        CommHookPeerError: A peer is lost during ``what``.
+        CommHookMismatchError: Another rank is in another call than ``what``; on every rank.
     """
     return _gather(value, group, device, what)[0]
 
@@ -53,7 +57,7 @@ def _gather(
     value: T, group: dist.ProcessGroup, device: torch.device, what: str
 ) -> tuple[list[T], int]:
     """Return the values of all ranks and a random number, which is the same on all ranks."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((what, value)).encode(), digest_size=8).digest()
     own = torch.tensor(
         [int.from_bytes(digest, "little", signed=True), secrets.randbits(62)], device=device
     )
@@ -63,8 +67,17 @@ def _gather(
         digests, numbers = torch.stack(gathered).T.tolist()
     values = [value] * group.size()
     if len(set(digests)) > 1:
+        found: list[tuple[str, T]] = [(what, value)] * group.size()
         with collective(group, what):
-            dist.all_gather_object(values, value, group=group)
+            dist.all_gather_object(found, (what, value), group=group)
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != found[0][0]:
+                raise CommHookMismatchError(
+                    f"[rank {group.rank()}] expected the same call on all ranks, found on rank 0: "
+                    f"{found[0][0]}; on rank {rank}: {theirs}. Make these calls in the same order "
+                    "on all ranks"
+                )
+        values = [each for _, each in found]
     return values, int(numbers[0])
 
 

@@ -10,5 +10,9 @@ class CommHookError(RuntimeError):
     """The path of the affected option in a hook's config, such as "inner.density"."""
 
 
+class CommHookMismatchError(CommHookError):
+    """Ranks registered different hooks or options, or are in different calls."""
+
+
 class CommHookPeerError(CommHookError):
     """Ranks can no longer work together: another rank failed, ended or does not answer."""

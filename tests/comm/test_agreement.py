@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import commhooks
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookMismatchError
 
@@ -31,3 +32,44 @@ def test_disagreement_names_two_ranks(run_ranks: Any) -> None:
             f"[rank {rank}] expected the same color on all ranks, found on rank 0: red; on rank "
             "2: blue. Nothing was changed."
         )
+
+
+def do_different_things(rank: int, size: int) -> list[str]:
+    model = commhooks.DistributedDataParallel(torch.nn.Linear(3, 2), hook="int8")
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    saved = handle.state_dict()
+    calls = [
+        lambda: handle.load_state_dict(saved),
+        lambda: commhooks.DistributedDataParallel(torch.nn.Linear(5, 1)),
+        lambda: handle.replace("topk"),
+    ]
+    found = []
+    for first, second in [(0, 1), (2, 0), (1, 2)]:
+        with pytest.raises(CommHookMismatchError) as raised:
+            calls[first if rank == 0 else second]()
+        found.append(str(raised.value))
+    for _ in range(3):  # nothing has changed
+        model.zero_grad()
+        model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    gradients = [torch.empty_like(model.module.weight) for _ in range(size)]
+    dist.all_gather(gradients, model.module.weight.grad)
+    assert all(torch.equal(gradients[0], theirs) for theirs in gradients)
+    torch.testing.assert_close(gradients[0], torch.full((2, 3), 2.0), rtol=0.01, atol=0.0)
+    return found
+
+
+def test_ranks_in_different_calls_raise_with_both(run_ranks: Any) -> None:
+    load, wrap, replace = (
+        "the loading of a saved state",
+        "the comparison of the ranks' parameters",
+        "the comparison of the ranks' hook and options, which all ranks have to set together,",
+    )
+    for rank, messages in enumerate(run_ranks(do_different_things, 3)):
+        for message, (first, second) in zip(
+            messages, [(load, wrap), (replace, load), (wrap, replace)], strict=True
+        ):
+            assert message == (
+                f"[rank {rank}] expected the same call on all ranks, found on rank 0: {first}; on "
+                f"rank 1: {second}. Make these calls in the same order on all ranks"
+            )
