@@ -5,9 +5,12 @@ Note [Load targets]
 ``torch.distributed.checkpoint.load`` fills what ``state_dict()`` returns, and does not tell it what
 the checkpoint has. A hook's state begins empty, and its tensors have another size if the number of
 ranks was another. Therefore :class:`HookState` reads the metadata of the checkpoint by itself.
+Without one, ``load`` would miss the keys of these ranks and give no reason, so the stack tells who
+calls.
 """
 
 import os
+import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +63,18 @@ class HookState:
         self._key = key
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, or what to load it into: see Note [Load targets]."""
+        """Return the state, or what to load it into: see Note [Load targets].
+
+        Raises:
+            CommHookStateError: ``dcp.load`` calls this, and there is no checkpoint; or it has
+                several states, or one that an earlier version saved.
+        """
         if self._reader is None:
+            if _is_loading():
+                raise CommHookStateError(
+                    f"[rank {self.handle.adapter.rank}] expected the checkpoint that dcp.load "
+                    "reads, found none: pass it to each load, as HookState(handle, checkpoint)"
+                )
             return self.handle.state_dict()
         stored = self._stored()
         found = (Source.of(path[1]) for path in stored if path[0] == "tensors")
@@ -124,3 +137,9 @@ class HookState:
             for name, path in paths.items()
             if path[:start] == keys[key]
         }
+
+
+def _is_loading() -> bool:
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    loader = "torch.distributed.checkpoint.state_dict_loader"
+    return any(frame.f_globals.get("__name__") == loader for frame in frames)

@@ -17,6 +17,7 @@ from commhooks.state import GatheredState, HookState
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
+WITHOUT_CHECKPOINT = r"checkpoint that dcp.load reads, found none: .*HookState\(handle, checkpoint"
 POWERSGD = {"rank": 2, "start_step": 0, "min_compression_rate": 1.0}
 HOOKS: dict[str, dict[str, Any]] = {
     "int4": {"name": "int4"},
@@ -198,8 +199,9 @@ def save_others(rank: int, size: int, folder: str) -> None:
     with pytest.raises(commhooks.CommHookStateError, match="of hook 'dgc', found that of 'int4'"):
         dcp.load({"1": HookState(new_two, f"{folder}/two", "1")}, checkpoint_id=f"{folder}/two")
     fresh = HookState(trained(HOOKS["dgc"], rank, 0).handle)
-    with pytest.raises(commhooks.CommHookStateError, match=r"found 0.*HookState"):
+    with pytest.raises(commhooks.CommHookStateError, match=WITHOUT_CHECKPOINT):
         dcp.load({"2": fresh}, checkpoint_id=f"{folder}/two")
+    assert same_bits(HookState(two).state_dict(), two.state_dict())
     path = f"{folder}/undeclared"
     dcp.load({"hook": HookState(handle, path)}, checkpoint_id=path)
     assert same_bits(handle.state_dict(), trainer.handle.state_dict())
@@ -219,6 +221,9 @@ def load_others(rank: int, size: int, folder: str) -> None:
     path = f"{folder}/undeclared"
     with pytest.raises(commhooks.CommHookStateError, match=r"2x1 .* on 1x1, .* not declare"):
         dcp.load({"hook": HookState(handle, path)}, checkpoint_id=path)
+    handle = trained(HOOKS["int4"], rank, 1).handle
+    with pytest.raises(commhooks.CommHookStateError, match=WITHOUT_CHECKPOINT):
+        dcp.load({"1": HookState(handle)}, checkpoint_id=f"{folder}/two")
     handle = trained(HOOKS["int4"], rank, 0).handle
     with pytest.raises(commhooks.CommHookStateError, match=r"found .* of rank 0 of 2x1.*HookState"):
         handle.load_state_dict(torch.load(f"{folder}/0.pt"))
