@@ -85,7 +85,7 @@ class DDPAdapter(Adapter):
         if isinstance(hook, CommHook):
             assert target is not None
             self.regroup(functools.partial(bucket_key_of, hook))
-            before_step = None
+            before_step = target.check_capture if isinstance(target, Runner) else None
             if isinstance(hook, ChangesToNative):
                 before_step = functools.partial(self._choose_path, hook)
             self._registration.install(
@@ -112,6 +112,8 @@ class DDPAdapter(Adapter):
             assert self._runner is not None
             self._reducer.set_hook(self._runner if native is None else native)
             self._stands_in = native is not None
+        if native is None and self._runner is not None:
+            self._runner.check_capture()
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Rebuild the buckets so that only parameters whose names have equal keys share one.

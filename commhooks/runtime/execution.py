@@ -285,19 +285,6 @@ class EndOfStep(HookExecution):
         return self.bucket.buffer()
 
 
-def check_capture(hook: CommHook, device: torch.device, *, may: bool) -> None:
-    """Raise CommHookError if a CUDA graph captures the current stream, unless it ``may``.
-
-    A replay runs no Python: it repeats what depended on a step, a seed, or the place of a state.
-    """
-    if device.type == "cuda" and not may and torch.cuda.is_current_stream_capturing():
-        raise CommHookError(
-            f"a CUDA graph cannot capture hook {hook!r}: it would repeat one step of the hook for "
-            "ever. Expected a hook that declares `capturable`, such as allreduce, bf16 or cast, "
-            "and a process group on NCCL"
-        )
-
-
 def _copy_to_raise(failure: CommHookError) -> BaseException:
     """Return a copy of what ends backward on this rank.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares, declares
 from commhooks.runtime.side_stream import SideStream
@@ -47,6 +48,25 @@ class Runner(ABC):
         self._device = device
         self._token = token
         self._stream = SideStream(device)
+
+    is_capturable = False
+    """Whether a CUDA graph may capture the hook's steps."""
+
+    def check_capture(self) -> None:
+        """Raise CommHookError if a CUDA graph captures the current stream and must not.
+
+        A replay runs no Python: it repeats what depended on a step, a seed, or the place of a
+        state. Our own wrapper asks before forward, when no stream has been forked yet whose work
+        would be left unjoined; where torch's wrapper is used, each bucket asks.
+        """
+        if self._device.type != "cuda" or self.is_capturable:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise CommHookError(
+                f"a CUDA graph cannot capture hook {self._hook!r}: it would repeat one step of the "
+                "hook for ever. Expected a hook that declares `capturable`, such as allreduce, "
+                "bf16 or cast, and a process group on NCCL"
+            )
 
     @abstractmethod
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:

@@ -15,7 +15,7 @@ from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import tree
 from commhooks.hook.capabilities import all_declare, any_declares
-from commhooks.runtime.execution import ExchangeExecution, HookExecution, check_capture
+from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from reducer import GradBucket
@@ -55,7 +55,7 @@ class StreamRunner(Runner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_capturable = all_declare(self._hook, "capturable")
+        self.is_capturable = all_declare(self._hook, "capturable")
         self._private: dict[str, PrivateGroups] = {}  # by purpose
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
@@ -63,7 +63,7 @@ class StreamRunner(Runner):
         self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        check_capture(self._hook, self._device, may=self._is_capturable)
+        self.check_capture()
         execution = HookExecution(self._hook, bucket, self._group)
         execution.launch(self._stream, timed=self._times_launches)
         self._stream.follow(execution.mark, bucket.buffer())

@@ -19,7 +19,6 @@ from commhooks.runtime.execution import (
     EndOfStep,
     ExchangeExecution,
     HookExecution,
-    check_capture,
 )
 from commhooks.runtime.hook_thread import HookThread
 from commhooks.runtime.runner import Runner
@@ -66,7 +65,7 @@ class ThreadedRunner(Runner):
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        check_capture(self._hook, self._device, may=False)
+        self.check_capture()
         return self._launch(HookExecution(self._hook, bucket, self._group))
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:

@@ -1,6 +1,7 @@
 """The runner of backends that keep the order of collectives, tested on Gloo."""
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
@@ -17,7 +19,6 @@ from commhooks.adapters import adapter
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.hook.capabilities import all_declare
 from commhooks.runtime import side_stream, stream_runner, threaded_runner
-from commhooks.runtime.execution import check_capture
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stream_runner import StreamRunner
 
@@ -274,29 +275,44 @@ def test_a_graph_captures_hooks_that_declare_it(monkeypatch: pytest.MonkeyPatch,
     may = all_declare(created, "capturable")
     assert may == (hook not in ("cast:inner=int8", "int8", "powersgd"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    check_capture(created, CPU, may=False)
-    check_capture(created, torch.device("cuda", 0), may=True)
-    kind = type(created).__name__
-    with pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}"):
-        check_capture(created, torch.device("cuda", 0), may=False)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    assert dist.group.WORLD is not None
+    try:
+        runner = StreamRunner(created, dist.group.WORLD, CPU, 0)
+        runner.check_capture()
+        runner._device = torch.device("cuda", 0)
+        kind = type(created).__name__
+        refused = pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}")
+        with nullcontext() if may else refused:
+            runner.check_capture()
+        runner.is_capturable = False
+        with refused:
+            runner.check_capture()
+    finally:
+        dist.destroy_process_group()
 
 
-def ask_while_capturing(rank: int, size: int, is_ordered: bool) -> str:
+def ask_while_capturing(rank: int, size: int, wrapper: type[nn.Module], is_ordered: bool) -> str:
     kind = StreamRunner if is_ordered else threaded_runner.ThreadedRunner
-    model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
+    model = wrapper(nn.Linear(8, 8))
     with patch.object(adapter, "ThreadedRunner", kind):
-        commhooks.register(model, "int8")
-    refusal = commhooks.CommHookError("the stream is captured")
-    with (
-        patch.object(stream_runner, "check_capture", side_effect=refusal),
-        patch.object(threaded_runner, "check_capture", side_effect=refusal),
-        pytest.raises(commhooks.CommHookError) as caught,
-    ):
-        model(torch.ones(2, 8)).sum().backward()
+        handle = commhooks.register(model, "int8")
+    handle.adapter._runner._device = torch.device("cuda", 0)
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        if wrapper is TorchDDP:
+            loss = model(torch.ones(2, 8)).sum()
+            with pytest.raises(commhooks.CommHookError) as caught:
+                loss.backward()
+        else:  # before anything is enqueued on a stream that has to be joined
+            with pytest.raises(commhooks.CommHookError) as caught:
+                model(torch.ones(2, 8))
     return str(caught.value)
 
 
+@pytest.mark.parametrize("wrapper", [commhooks.DistributedDataParallel, TorchDDP])
 @pytest.mark.parametrize("is_ordered", [False, True])
-def test_runners_ask_before_they_run_a_hook(run_ranks: Any, is_ordered: bool) -> None:
-    for message in run_ranks(ask_while_capturing, 2, is_ordered):
-        assert "the stream is captured" in message
+def test_runners_ask_before_they_run_a_hook(
+    run_ranks: Any, wrapper: type[nn.Module], is_ordered: bool
+) -> None:
+    for message in run_ranks(ask_while_capturing, 2, wrapper, is_ordered):
+        assert "a CUDA graph cannot capture hook Int8" in message
