@@ -1,4 +1,4 @@
-"""What docs/composing.md says of clipping, optimizers and averages of weights."""
+"""What docs/composing.md says of clipping, optimizers and averages of weights, and other pages."""
 
 import copy
 import warnings
@@ -232,6 +232,13 @@ def follow(rank: int, size: int, folder: Path) -> None:
 
     namespaces = [namespace() for _ in range(11)]
     assert run_page("composing.md", folder, *namespaces) == len(namespaces)
+    coming = [namespace() for _ in range(4)]
+    for each in coming:
+        each["handle"].remove()
+    assert run_page("integrations/coming-from.md", folder, *coming) == len(coming)
+    assert [commhooks.handle_of(each["model"]).hook.name for each in coming] == [
+        "int4", "schedule", "fp16", "topk"
+    ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch.jit
