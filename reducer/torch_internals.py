@@ -421,8 +421,12 @@ class TorchNames(nn.Module):
 
     def _connect_host(self, *what: str) -> HostGroup | None:
         """Share memory with the other ranks of this host, if that is wanted. Collective."""
-        wanted = self.options.host_memory
-        return connect_host(self.process_group, self.device, *what) if wanted else None
+        if not self.options.host_memory:
+            return None
+        gradient_bytes = sum(
+            p.nbytes for p in self.not_ignored_parameters().values() if p.requires_grad
+        )
+        return connect_host(self.process_group, self.device, gradient_bytes, *what)
 
     def prepare_step(self) -> None:
         """Prepare the hook and the buckets for a synchronized step, on all ranks."""

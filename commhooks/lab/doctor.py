@@ -30,6 +30,7 @@ from reducer.extension import ENGINE, REMEDY, Extension
 _PYTHON = ((3, 11), (3, 13))
 _TORCH = ((2, 11), (2, 15))
 _CUPY = "cupy-cuda"
+_GRADIENT_BYTES = 1 << 30  # of a model that ranks of a host should have room for
 
 Version = tuple[int, int]
 
@@ -239,11 +240,13 @@ def _host_memory() -> Result:
     """Connect this process with itself."""
     if not ENGINE.is_compiled:
         return Health.ABSENT, "needs the extension reducer._C"
-    from reducer.native import HostGroup  # which fails if the extension is broken
+    from reducer.host_memory import room_for  # which fails if the extension is broken
+    from reducer.native import HostGroup
 
     try:
         group = HostGroup()
         group.connect({0: group.address})
+        group.check_room(*room_for(_GRADIENT_BYTES, ranks=2, world_size=2))
     except (RuntimeError, OSError) as error:
         return Health.ABSENT, f"{reason_of(error)}; ranks of a host average over the network"
     return Health.FINE, "ranks of this host average through shared memory"

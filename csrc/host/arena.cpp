@@ -1,39 +1,70 @@
 #include "host/arena.h"
 
-#include <cerrno>
-#include <string>
+#include <c10/util/StringUtil.h>
+
 #include <system_error>
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 namespace commhooks {
 namespace {
 
-[[noreturn]] void throw_error(const char* call, int error = errno) {
-  throw std::system_error(error, std::generic_category(), call);
+// Returns the limit of this process that `error` may come from, for messages.
+std::string describe_limit(int error) {
+  const auto describe = [](const char* name, const char* unit, auto resource) {
+    rlimit limit{};
+    getrlimit(resource, &limit);
+    return limit.rlim_cur == RLIM_INFINITY ? ""
+                                           : c10::str(" (", name, ": ", limit.rlim_cur, unit, ")");
+  };
+  switch (error) {
+    case EFBIG:
+      return describe("ulimit -f", " bytes", RLIMIT_FSIZE);
+    case EMFILE:
+      return describe("ulimit -n", "", RLIMIT_NOFILE);
+    case ENOMEM:
+      return describe("ulimit -v", " bytes", RLIMIT_AS);
+    default:
+      return "";
+  }
+}
+
+// To exceed the limit would also send SIGXFSZ, which ends a process unless it is ignored.
+void check_file_size(int64_t bytes) {
+  rlimit limit{};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  if (limit.rlim_cur < static_cast<rlim_t>(bytes)) {
+    throw_system_error(c10::str("a file of ", bytes, " bytes"), EFBIG);
+  }
 }
 
 File anonymous_file() {
   const int descriptor = memfd_create("commhooks", MFD_CLOEXEC);
   if (descriptor < 0) {
-    throw_error("memfd_create");
+    throw_system_error("memfd_create");
   }
   return File(descriptor);
 }
 
 // Reserves the memory: without it a write would end the process if memory is exhausted.
 void extend(int file, int64_t offset, size_t bytes) {
+  const int64_t end = offset + static_cast<int64_t>(bytes);
+  if (end > lseek(file, 0, SEEK_END)) {
+    check_file_size(end);
+  }
   if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
-    const std::string what = "cannot share " + std::to_string(bytes) +
-        " bytes with the other ranks of this host (posix_fallocate); free memory, or pass "
-        "host_memory=False";
-    throw_error(what.c_str(), error);
+    throw_system_error(c10::str("posix_fallocate of ", bytes, " bytes"), error);
   }
 }
 
 }  // namespace
+
+void throw_system_error(const std::string& what, int error) {
+  throw std::system_error(error, std::generic_category(), what + describe_limit(error));
+}
 
 File::~File() {
   if (descriptor_ >= 0) {
@@ -45,7 +76,7 @@ Window::Window(int file, int64_t offset, size_t bytes) : bytes_(bytes) {
   constexpr int kFlags = MAP_SHARED | MAP_POPULATE;
   data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, file, offset);
   if (data_ == MAP_FAILED) {
-    throw_error("mmap");
+    throw_system_error(c10::str("mmap of ", bytes, " bytes"));
   }
 }
 
@@ -58,6 +89,14 @@ Window::~Window() {
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
+}
+
+void check_address_space(size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    throw_system_error(c10::str("mmap of ", bytes, " bytes"));
+  }
+  munmap(data, bytes);
 }
 
 Arena::Arena(File file)
@@ -83,20 +122,44 @@ bool Arena::is_of_this_process() const {
 
 std::unique_ptr<Arena::Allocation> Arena::allocate(size_t bytes) {
   bytes = (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
-  const std::lock_guard lock(mutex_);
-  extend(file(), end_, bytes);
-  const int64_t offset = end_;
-  end_ += static_cast<int64_t>(bytes);
-  return std::make_unique<Allocation>(shared_from_this(), offset, bytes);
+  const int64_t offset = reserve(bytes);
+  try {
+    return std::make_unique<Allocation>(shared_from_this(), offset, bytes);
+  } catch (...) {
+    give_back(offset, bytes);
+    throw;
+  }
 }
 
-Arena::Allocation::Allocation(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes)
+int64_t Arena::reserve(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (const auto free = free_.find(bytes); free != free_.end()) {
+    const int64_t offset = free->second;
+    extend(file(), offset, bytes);
+    free_.erase(free);
+    return offset;
+  }
+  extend(file(), end_, bytes);
+  return std::exchange(end_, end_ + static_cast<int64_t>(bytes));
+}
+
+void Arena::check_room(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  check_file_size(end_ + static_cast<int64_t>(bytes));
+}
+
+void Arena::give_back(int64_t offset, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  fallocate(file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
+  free_.emplace(bytes, offset);
+}
+
+Arena::Allocation::Allocation(std::shared_ptr<Arena> arena, int64_t offset, size_t bytes)
     : arena_(std::move(arena)), offset_(offset), bytes_(bytes), window_(file(), offset, bytes) {}
 
 Arena::Allocation::~Allocation() {
   if (!is_kept_ && arena_->is_of_this_process()) {
-    fallocate(
-        file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_, static_cast<off_t>(bytes_));
+    arena_->give_back(offset_, bytes_);
   }
 }
 

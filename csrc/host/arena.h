@@ -1,13 +1,19 @@
 // Memory that other processes of the same host can map.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 namespace commhooks {
+
+// Throws std::system_error: what failed, why, and the limit of this process that may be the reason.
+[[noreturn]] void throw_system_error(const std::string& what, int error = errno);
 
 // Owns a file descriptor.
 class File {
@@ -49,8 +55,12 @@ class Window {
 
 size_t page_bytes();
 
+// Throws std::system_error if this process cannot map so many bytes more.
+void check_address_space(size_t bytes);
+
 // The memory that this process shares: one anonymous file, which is gone with the last process that
-// has it open or mapped. Offsets are given out once, so an offset names memory for good.
+// has it open or mapped. An offset that is given out again names memory of the same size, so what a
+// peer has mapped there stays valid.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // Throws std::system_error if the system has no such files. A forked process gets an arena of its
@@ -60,7 +70,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Memory that is given back to the system on destruction, other than in a forked process.
   class Allocation {
    public:
-    Allocation(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes);
+    Allocation(std::shared_ptr<Arena> arena, int64_t offset, size_t bytes);
     Allocation(const Allocation&) = delete;
     Allocation& operator=(const Allocation&) = delete;
     ~Allocation();
@@ -84,15 +94,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
     }
 
    private:
-    std::shared_ptr<const Arena> arena_;
+    std::shared_ptr<Arena> arena_;
     int64_t offset_;
     size_t bytes_;
     Window window_;
     bool is_kept_ = false;
   };
 
-  // Returns at least this many bytes, zeros. Throws std::system_error if memory is exhausted.
+  // Returns at least this many bytes. Throws std::system_error if memory is exhausted, or a limit.
   std::unique_ptr<Allocation> allocate(size_t bytes);
+
+  // Throws std::system_error if the file may not grow by so many bytes.
+  void check_room(size_t bytes);
 
   // The first page is not given out.
   char* first_page() const {
@@ -105,12 +118,15 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   explicit Arena(File file);
+  int64_t reserve(size_t bytes);  // returns its offset
+  void give_back(int64_t offset, size_t bytes);
 
   int process_;
   File file_;
   Window first_page_;
-  std::mutex mutex_;  // guards `end_`
+  std::mutex mutex_;  // guards what follows
   int64_t end_;
+  std::multimap<size_t, int64_t> free_;  // offsets by size
 };
 
 }  // namespace commhooks

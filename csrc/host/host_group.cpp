@@ -73,7 +73,7 @@ File watch_process(int64_t process) {
   errno = ENOSYS;
 #endif
   if (descriptor < 0) {
-    throw std::system_error(errno, std::generic_category(), "pidfd_open");
+    throw_system_error("pidfd_open");
   }
   return File(descriptor);
 }
@@ -82,7 +82,7 @@ File open_file_of(int64_t process, int64_t file) {
   const std::string path = c10::str("/proc/", process, "/fd/", file);
   const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (descriptor < 0) {
-    throw std::system_error(errno, std::generic_category(), path);
+    throw_system_error(path);
   }
   return File(descriptor);
 }
@@ -151,6 +151,7 @@ struct HostGroup::Control {
   alignas(kCacheLine) Counter summed{0};
   alignas(kCacheLine) Counter copied{0};
   std::atomic<uint32_t> is_closed{0};  // the rank takes part in nothing more
+  std::array<char, 512> failure = {};  // why, unless the group was destroyed; written before
   std::array<Slot, 256> slots = {};    // of the last operations, by number modulo the size
 
   Slot& slot(int64_t number) {
@@ -177,13 +178,19 @@ struct HostGroup::Peer {
 // Memory of this rank, and what is mapped of its peers' for the same purpose.
 struct HostGroup::Memory {
   struct Mapped {
-    int64_t offset = -1;
+    int64_t offset = -1;  // of the peer's memory
     std::shared_ptr<Window> window;
+    char* data = nullptr;
   };
 
   std::weak_ptr<HostGroup> group;
   std::unique_ptr<Arena::Allocation> own;
-  std::vector<Mapped> peers;
+  std::vector<std::array<Mapped, kParts>> peers;
+};
+
+struct HostGroup::Slice {
+  size_t begin;
+  size_t bytes;
 };
 
 struct HostGroup::Operation {
@@ -193,10 +200,6 @@ struct HostGroup::Operation {
   const int64_t number;
   std::atomic<bool> is_copied{false};
 
-  struct Slice {
-    size_t begin;
-    size_t bytes;
-  };
   // A whole number of cache lines, other than at the end.
   Slice slice(int rank, int size) const {
     const auto bytes = static_cast<size_t>(slot.bytes);
@@ -324,13 +327,24 @@ void HostGroup::connect(const std::map<int64_t, Address>& addresses) {
   }
 }
 
+void HostGroup::check_room(size_t shared, size_t mapped) const {
+  arena_->check_room(shared);
+  check_address_space(std::max<size_t>(mapped, 1));
+}
+
 // -------------------------------------------------------------------------------------- tensors
 
 at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype) {
   const size_t bytes = numel * c10::elementSize(dtype);
   auto memory = std::make_shared<Memory>();
   memory->group = weak_from_this();
-  memory->own = arena_->allocate(std::max<size_t>(bytes, 1));
+  try {
+    memory->own = arena_->allocate(std::max<size_t>(bytes, 1));
+  } catch (const std::system_error& error) {
+    fail(describe(error));  // or the peers would wait for this rank
+    const Lock lock(mutex_);
+    check_failed_locked();
+  }
   memory->peers.resize(size());
   char* data = memory->own->data();
   return tensor_over(data, std::move(memory), numel, dtype);
@@ -348,18 +362,23 @@ int64_t HostGroup::offset_of(const at::Tensor& tensor) const {
   return memory->own->offset() + (data - memory->own->data());
 }
 
-// Returns where memory of a peer is in this process, like all of `memory`.
-char* HostGroup::map(Memory& memory, int rank, int64_t offset) const {
-  if (rank == rank_) {
-    return memory.own->data();
+// Returns where a slice of a peer's memory, at `offset` and like all of `memory`, is in this
+// process. It is always the same slice for the same part.
+char* HostGroup::map(
+    Memory& memory, int rank, Part part, int64_t offset, const Slice& slice) const {
+  if (rank == rank_ || slice.bytes == 0) {
+    return memory.own->data() + slice.begin;
   }
-  Memory::Mapped& mapped = memory.peers[rank];
+  Memory::Mapped& mapped = memory.peers[rank][part];
   if (mapped.offset != offset) {
+    const size_t before = slice.begin % page_bytes();  // on the first page
+    const auto begin = offset + static_cast<int64_t>(slice.begin - before);
     const int file = peers_[rank].arena.descriptor();
-    mapped.window = std::make_shared<Window>(file, offset, memory.own->bytes());
+    mapped.window = std::make_shared<Window>(file, begin, before + slice.bytes);
+    mapped.data = mapped.window->data() + before;
     mapped.offset = offset;
   }
-  return mapped.window->data();
+  return mapped.data;
 }
 
 std::vector<at::Tensor> HostGroup::tensors_at(
@@ -378,9 +397,10 @@ std::vector<at::Tensor> HostGroup::tensors_at(
       tensors.push_back(own);
       continue;
     }
-    char* data = map(*memory, rank, offset - inside) + inside;
+    const Slice whole{0, memory->own->bytes()};
+    char* data = map(*memory, rank, kWhole, offset - inside, whole) + inside;
     tensors.push_back(
-        tensor_over(data, memory->peers[rank].window, own.numel(), own.scalar_type()));
+        tensor_over(data, memory->peers[rank][kWhole].window, own.numel(), own.scalar_type()));
   }
   return tensors;
 }
@@ -424,6 +444,8 @@ void HostGroup::progress() {
     try {
       while (sum_next_locked() || copy_next_locked(done)) {
       }
+    } catch (const std::system_error& error) {
+      failure = describe(error);
     } catch (const std::exception& error) {
       failure = error.what();
     }
@@ -441,7 +463,7 @@ bool HostGroup::sum_next_locked() {
   if (!all_exceed(&Control::packed, operation.number)) {
     return false;
   }
-  const auto [begin, bytes] = operation.slice(rank_, size());
+  const Slice own = operation.slice(rank_, size());
   std::vector<const void*> slices;
   for (int rank = 0; rank < size(); ++rank) {
     const Slot& slot = peers_[rank].control().slot(operation.number);
@@ -449,12 +471,14 @@ bool HostGroup::sum_next_locked() {
         slot.matches(operation.slot), "Ranks average different buckets: expected ",
         operation.slot.describe(), " as on rank ", ranks_[rank_], ", found ", slot.describe(),
         " on rank ", ranks_[rank], ". A step may have failed on some ranks only.");
-    slices.push_back(map(*operation.memory, rank, slot.offset) + begin);
+    slices.push_back(map(*operation.memory, rank, kSummedHere, slot.offset, own));
+    // For the copy, when the slot may have the next operation already.
+    map(*operation.memory, rank, kSummedThere, slot.offset, operation.slice(rank, size()));
   }
   const auto dtype = operation.tensor.scalar_type();
-  const auto numel = static_cast<int64_t>(bytes / c10::elementSize(dtype));
+  const auto numel = static_cast<int64_t>(own.bytes / c10::elementSize(dtype));
   const auto wire_dtype = static_cast<c10::ScalarType>(operation.slot.wire_dtype);
-  sum(slices, operation.memory->own->data() + begin, numel, dtype, wire_dtype);
+  sum(slices, operation.memory->own->data() + own.begin, numel, dtype, wire_dtype);
   ++summed_;
   advance(&Control::summed);
   return true;
@@ -471,7 +495,7 @@ bool HostGroup::copy_next_locked(std::vector<std::shared_ptr<Operation>>& done) 
   Memory& memory = *operation.memory;
   for (int rank = 0; rank < size(); ++rank) {
     if (const auto [begin, bytes] = operation.slice(rank, size()); rank != rank_) {
-      copy(memory.peers[rank].window->data() + begin, memory.own->data() + begin, bytes);
+      copy(memory.peers[rank][kSummedThere].data, memory.own->data() + begin, bytes);
     }
   }
   // A peer that has failed may have dropped its bucket, or overwritten it, since it was summed.
@@ -539,7 +563,10 @@ std::string HostGroup::find_loss(bool asks_system) const {
   for (int rank = 0; rank < size(); ++rank) {
     const Peer& peer = peers_[rank];
     if (rank != rank_ && (peer.control().is_closed || (asks_system && has_ended(peer.process)))) {
-      return c10::str("Connection closed by peer: rank ", ranks_[rank], " (host memory)");
+      const std::string why(peer.control().failure.data());
+      return c10::str(
+          "Connection closed by peer: rank ", ranks_[rank], " (host memory)",
+          why.empty() ? "" : ": ", why);
     }
   }
   return {};
@@ -568,12 +595,20 @@ void HostGroup::fail(const std::string& why) {
     const Lock lock(mutex_);
     if (failure_.empty()) {
       failure_ = why;
+      why.copy(control_.failure.data(), control_.failure.size() - 1);
     }
     operations.swap(operations_);
     summed_ = 0;
   }
   control_.is_closed = 1;
   ring();
+}
+
+std::string HostGroup::describe(const std::system_error& error) const {
+  return c10::str(
+      "[Rank ", ranks_[rank_],
+      "] Cannot share memory with the other ranks of this host: ", error.what(),
+      ". Raise the limit, or wrap with DistributedDataParallel(host_memory=False)");
 }
 
 void HostGroup::check_failed_locked() const {

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -43,6 +44,10 @@ namespace commhooks {
 // them. A rank that has nothing to do sleeps on its doorbell, a futex in its own memory, which its
 // peers ring whenever a counter of theirs changes. They skip the call to the kernel if nobody
 // sleeps there. The sleeper wakes up now and then to see whether a peer has died.
+//
+// A rank maps two slices of each bucket of a peer, for sum and copy, so the address space it needs
+// does not grow with the number of ranks. If it cannot allocate or map memory in the middle of a
+// step, it takes part in nothing more, and the peers quote its reason.
 class HostGroup final : public Transport, public std::enable_shared_from_this<HostGroup> {
  public:
   // What peers need to know of a rank: the id of its process, the descriptor of its arena, the
@@ -56,9 +61,11 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   ~HostGroup() override;
 
   Address address() const;
-  // Maps the memory of the ranks of this host, this one included, by their numbers in the process
-  // group. Throws std::exception if that fails.
+  // Connects the ranks of this host, this one included, by their numbers in the process group.
+  // Throws std::exception if that fails.
   void connect(const std::map<int64_t, Address>& addresses);
+  // Throws std::system_error unless this process may share `shared` bytes more, and map `mapped`.
+  void check_room(size_t shared, size_t mapped) const;
   const std::vector<int64_t>& ranks() const {
     return ranks_;
   }
@@ -92,10 +99,14 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
  private:
   struct Control;
   struct Slot;
+  struct Slice;
   struct Memory;
   struct Peer;
   struct Operation;
   class Result;
+  // What is mapped of a peer's memory: the slice that this rank sums, that which the peer sums, or
+  // everything.
+  enum Part { kSummedHere, kSummedThere, kWhole, kParts };
   using Clock = std::chrono::steady_clock;
   using Counter = std::atomic<int64_t>;
 
@@ -105,7 +116,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   void progress();
   bool sum_next_locked();
   bool copy_next_locked(std::vector<std::shared_ptr<Operation>>& done);
-  char* map(Memory& memory, int rank, int64_t offset) const;
+  char* map(Memory& memory, int rank, Part part, int64_t offset, const Slice& slice) const;
   bool all_exceed(Counter Control::* counter, int64_t number) const;
   void advance(Counter Control::* counter);
   void ring() const;
@@ -114,6 +125,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   std::string find_loss(bool asks_system) const;
   std::string describe_late() const;
   void fail(const std::string& why);
+  std::string describe(const std::system_error& error) const;
   void check_failed_locked() const;
 
   const std::shared_ptr<Arena> arena_;

@@ -1,6 +1,7 @@
 """What the doctor reports on machines with problems."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -204,3 +205,15 @@ def test_memory_that_ranks_of_a_host_share(monkeypatch: pytest.MonkeyPatch) -> N
     assert finding.health is Health.ABSENT
     assert "pidfd_open" in finding.found
     assert "over the network" in finding.found
+
+
+def test_memory_that_a_limit_leaves_no_room_for() -> None:
+    pytest.importorskip("reducer._C")
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, hard))
+    try:
+        finding = find("host memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    assert finding.health is Health.ABSENT
+    assert "ulimit -f" in finding.found

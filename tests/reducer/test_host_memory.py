@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -265,18 +264,6 @@ def test_gradients_may_be_overwritten_at_once(
 
 
 # ------------------------------------------------------------------------------- who shares a host
-
-
-def one_without(rank: int, world_size: int) -> bool:
-    lacks_it = patch.object(HostGroup, "connect", side_effect=RuntimeError)
-    with lacks_it if rank == 1 else nullcontext():
-        model = DistributedDataParallel(Many())
-    model(gradients_of(rank, torch.float32)).backward()
-    return uses_host_memory(model)
-
-
-def test_all_ranks_use_gloo_if_one_cannot_connect() -> None:
-    assert run_ranks(one_without, 3) == [False] * 3
 
 
 def other_network(rank: int, world_size: int) -> bool:

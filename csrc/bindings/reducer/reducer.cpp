@@ -152,6 +152,8 @@ how. Raises RuntimeError if the system lacks what is needed.)")
           "address", &HostGroup::address, "What the other ranks need to know to connect.")
       .def("connect", &HostGroup::connect, py::arg("addresses"), release_gil(), R"(
 Connect the ranks of this host, by their numbers in the process group.)")
+      .def("check_room", &HostGroup::check_room, py::arg("shared"), py::arg("mapped"), R"(
+Raise RuntimeError unless this process may share `shared` bytes more, and map `mapped`.)")
       .def_property_readonly("ranks", &HostGroup::ranks)
       .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
 Return the group in whose memory `tensor` is, or None.)")
