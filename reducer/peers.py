@@ -40,11 +40,12 @@ from reducer.errors import CommHookError, CommHookPeerError
 
 T = TypeVar("T")
 
-# In the texts of Gloo, of stores, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI and
-# UCC.
+# In the texts of Gloo, of stores, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI, UCC,
+# and "nccl2".
 _SIGNS = re.compile(
     "/gloo/|[Tt]imed out|(Application|[Cc]onnect|[Ww]ait|Read|Write|Socket) [Tt]imeout|"
-    "Connection (closed|reset|refused)|peer closed|monitoredBarrier"
+    "Connection (closed|reset|refused)|peer closed|monitoredBarrier|"
+    "NCCL (Async Error|communicator was aborted)"
 )
 # NCCL reports mistakes of the caller and failures of this rank's device as DistBackendError, too.
 _OWN = re.compile(
@@ -53,6 +54,7 @@ _OWN = re.compile(
 _GRACE_SECONDS = 2.0  # for the notes of others
 _STORE_SECONDS = 4.0  # for the answers of the store
 _AT_ONCE = timedelta(milliseconds=1)
+_NO_LIMIT = timedelta(0)  # the default of C++
 _TAG = 0x70656572  # of messages that are never sent
 
 
@@ -71,11 +73,19 @@ def collective(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         raise meant from error
 
 
+def wait(work: dist.Work | None) -> None:
+    """Wait for a collective. A Work that is written in Python has no default for the time-out."""
+    assert work is not None  # for ranks outside the group
+    work.wait(_NO_LIMIT)
+
+
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether a collective raised ``error`` because a peer is lost."""
-    if isinstance(error, dist.DistError):
-        return not _OWN.search(str(error))
-    return type(error) is RuntimeError and bool(_SIGNS.search(str(error)))
+    text = str(error)
+    is_sign = isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and _SIGNS.search(text) is not None
+    )
+    return is_sign and not _OWN.search(text)
 
 
 def peer_error(group: dist.ProcessGroup, what: str, error: BaseException) -> BaseException:
@@ -115,7 +125,9 @@ def _timeout(group: dist.ProcessGroup) -> str:
 
 def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that do not answer, as far as that can be found out; see the note."""
-    store = PrefixStore("commhooks/lost peers", group.get_group_store())
+    if (group_store := group.get_group_store()) is None:
+        return []
+    store = PrefixStore("commhooks/lost peers", group_store)
     receives = _receives(gloo_of(group))
     others = [r for r in range(group.size()) if r != group.rank()]
     suspects = [r for r in others if r not in receives] or others

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from reducer.backends import GLOO, NCCL, family_named
 from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
 from reducer.hook_registration import HookRegistration
@@ -70,8 +71,8 @@ def split_graphs_at_buckets(bucket_bytes: int) -> Iterator[None]:
 
 _ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 _ENVIRONMENT_OF_BACKENDS = {
-    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    "nccl": (
+    GLOO: ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    NCCL: (
         "NCCL_SOCKET_IFNAME",
         "TORCH_NCCL_BLOCKING_WAIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -142,11 +143,11 @@ def _name_in_cpp(dtype: torch.dtype) -> str:
 def _of_backend(reducer: Reducer) -> dict[str, Any]:
     """Return the keys about the process group and the environment."""
     group = reducer.process_group
-    backend = dist.get_backend(group)
+    backend = group.name()
     data: dict[str, Any] = {"backend_name": backend}
-    for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF_BACKENDS.get(backend, ())):
+    for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF_BACKENDS.get(family_named(backend), ())):
         data[name.replace("TORCH_NCCL", "NCCL").lower()] = os.environ.get(name, "N/A")
-    if backend == "gloo":
+    if backend == GLOO:
         options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # noqa: SLF001
         data["gloo_num_threads"] = getattr(options, "_threads", "N/A")
     return data

@@ -25,6 +25,7 @@ from commhooks.runtime.threaded_runner import ThreadedRunner
 from commhooks.state.layout import Ranks
 from reducer import GradBucket
 from reducer.agreement import values_of_ranks
+from reducer.backends import GLOO, family_of
 from reducer.peers import collective
 
 IS_TAKEN = (
@@ -95,9 +96,9 @@ class Adapter(Ranks, ABC):
 
     def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work on this kind of model."""
-        backend = self.group._get_backend(self.device).name()  # noqa: SLF001
+        backend = family_of(self.group, self.device)
         is_ours = isinstance(hook, CommHook)
-        if is_ours and self.sparse and self.group.size() > 1 and backend != "gloo":
+        if is_ours and self.sparse and self.group.size() > 1 and backend != GLOO:
             raise CommHookError(
                 f"the gradients of {', '.join(self.sparse)} are sparse, and {backend!r} cannot "
                 "average those; create their embeddings with sparse=False, or use Gloo"
@@ -208,8 +209,7 @@ def make_runner(
     Collective: connects the stage groups that the hook is known to need. Arguments are those of
     :class:`~commhooks.runtime.runner.Runner`.
     """
-    backend = group._get_backend(device).name()  # noqa: SLF001
-    is_threaded = backend == "gloo" and group.size() > 1
+    is_threaded = family_of(group, device) == GLOO and group.size() > 1
     kind = ThreadedRunner if is_threaded else StreamRunner
     runner = kind(hook, group, device, *others)
     try:

@@ -31,6 +31,7 @@ from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
+from reducer.backends import GLOO, family_of
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
@@ -97,10 +98,7 @@ class FSDPAdapter(Adapter):
         self._error: BaseException | None = None  # of the runner, in this backward
         self._strict: CommHook | None = None  # which gets each parameter once per step
         self._is_attached = False
-        self._host_waits = all(
-            group._get_backend(self.device).name() == "gloo"  # noqa: SLF001
-            for group in self.shard_groups
-        )
+        self._host_waits = all(family_of(group, self.device) == GLOO for group in self.shard_groups)
         on_end_of_backward(model, self._end_backward)
         on_optimizer_step(self, self._units)
 

@@ -26,6 +26,7 @@ from commhooks.hook.roles import prepare
 from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
 from commhooks.state.saved import load_state, saved_state
+from reducer.backends import family_of
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
@@ -382,7 +383,7 @@ def _check(hook: CommHook, adapter: Adapter) -> None:
     """Raise CommHookError unless ``hook`` can be used on the model's backend."""
     check_nesting(hook)
     check_unused(hook, adapter)
-    backend = adapter.group._get_backend(adapter.device).name()  # noqa: SLF001
+    backend = family_of(adapter.group, adapter.device)
     for each in tree(hook):
         if backend not in each.backends:
             raise CommHookError(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.units import format_duration, format_rate, parse_duration, parse_rate
 from commhooks.errors import CommHookError, reason_of
@@ -148,8 +149,8 @@ class Cluster:
         type=RATE, help="Rate of each rank's link inside its node. Default: the rate of --link."
     )
     backend: str = _option(
-        type=click.Choice(["gloo", "nccl"]),
-        default="gloo",
+        type=click.Choice([Gloo.name, NCCL.name]),
+        default=Gloo.name,
         show_default=True,
         help="Library of collectives on the cluster.",
     )
@@ -183,6 +184,10 @@ class Cluster:
         return Network(
             self.world_size, Link(self.link, self.latency), node_link, self.ranks_per_node
         )
+
+    def costs(self, gloo: Gloo) -> Backend:
+        """Return the costs of the backend, which are ``gloo`` if that is Gloo."""
+        return gloo if self.backend == gloo.name else NCCL()
 
     @property
     def cores_of_rank(self) -> float:

@@ -22,7 +22,6 @@ from commhooks.cli.common import (
     usable_hooks,
     with_references,
 )
-from commhooks.costs.backends import NCCL
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import measure_groups
@@ -116,7 +115,7 @@ def plan(
     problem = measured.problem(
         texts,
         network,
-        NCCL() if cluster.backend == "nccl" else measured.gloo,
+        cluster.costs(measured.gloo),
         cores=cluster.cores_of_rank,
         speed=speed,
         error=error if isinstance(error, float) else measured.error_of(error.text),

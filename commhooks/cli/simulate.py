@@ -20,7 +20,6 @@ from commhooks.cli.common import (
     usable_hooks,
     with_references,
 )
-from commhooks.costs.backends import NCCL
 from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
@@ -82,7 +81,7 @@ def simulate(
     study = Study(
         hooks={str(spec): known.of(spec) for spec in specs if spec.text not in reasons},
         network=network,
-        backend=NCCL() if cluster.backend == "nccl" else known.gloo,
+        backend=cluster.costs(known.gloo),
         cores=cluster.cores_of_rank,
     )
     study = replace(study, speed=cluster.speed_for(study.alone_seconds))

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from reducer.backends import GLOO, NCCL, family_named
+
 
 def local_store() -> TCPStore:
     """Host a store for :func:`join_group` in this process, on a free port of the loopback."""
@@ -46,8 +48,8 @@ def join_group(
     """
     seconds = timedelta(seconds=timeout)
     store = TCPStore(address, port, is_master=hosts_store, timeout=seconds, wait_for_workers=False)
-    if backend == "nccl":
+    if family_named(backend) == NCCL:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
-    if backend == "gloo":
+    if backend == GLOO:
         dist.barrier()  # a rank that leaves before another one has connected makes that one fail

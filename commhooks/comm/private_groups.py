@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
+from reducer.backends import GLOO, NCCL, connect_like, family_of
 from reducer.peers import call_within
 
 _MAX_CTAS = 8
@@ -28,7 +29,7 @@ class PrivateGroups(StageGroups):
     def __init__(
         self, group: dist.ProcessGroup, token: int, device: torch.device, *, purpose: str = "steps"
     ) -> None:
-        if (backend := group._get_backend(device).name()) not in ("gloo", "nccl"):  # noqa: SLF001
+        if (backend := family_of(group, device)) not in (GLOO, NCCL):
             raise CommHookError(
                 "exchanges, and collectives among some of the ranks, need communicators of their "
                 f"own, on gloo or nccl; the model's process group uses {backend!r}"
@@ -48,14 +49,11 @@ class PrivateGroups(StageGroups):
         options = _options_like(self._backend.options)
         options.group_name = f"{self._prefix} among {','.join(map(str, ranks))}"  # in logs
 
-        def connect() -> Any:
-            group = type(self._backend)(store, ranks.index(self._rank), len(ranks), options)
-            # Otherwise the first collective would, and nothing could end its wait for a peer that
-            # fails to connect.
-            group.eager_connect_single_device(self._device)
-            return group
-
-        return call_within(self._timeout.total_seconds(), connect)
+        place = ranks.index(self._rank), len(ranks)
+        return call_within(
+            self._timeout.total_seconds(),
+            lambda: connect_like(self._backend, store, *place, options, self._device),
+        )
 
 
 def _options_like(options: Any) -> Any:

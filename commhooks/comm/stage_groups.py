@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.comm.threads import start_thread
 from commhooks.errors import CommHookPeerError
+from reducer.backends import backend_of
 from reducer.peers import call_within, close_connections, is_peer_loss
 
 StageKey = tuple[int, tuple[int, ...], int]
@@ -86,7 +87,7 @@ class StageGroups:
         *,
         purpose: str = "steps",
     ) -> None:
-        self._backend: Any = group._get_backend(device)  # noqa: SLF001
+        self._backend: Any = backend_of(group, device)
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
         self._group_store: Store = group.get_group_store()
         self._own_store: PrefixStore | None = None

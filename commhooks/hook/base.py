@@ -95,8 +95,9 @@ class CommHook:
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
     """The backends of process groups on which the hook may be registered.
 
-    A hook may name others, such as "mpi" or "ucc". Nothing here has run on those, and a failure on
-    one rank leaves the others waiting there: docs/writing-a-hook.md, Backends.
+    "nccl" stands for its family: Note [Backends] in reducer/backends.py. A hook may name others,
+    such as "mpi" or "ucc". Nothing here has run on those, and a failure on one rank leaves the
+    others waiting there: docs/writing-a-hook.md, Backends.
     """
     wire: ClassVar[str] = ""
     """The bytes on the wire, as text: "1 byte per element, in an all-gather"."""

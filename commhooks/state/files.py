@@ -13,6 +13,7 @@ from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.layout import Ranks
 from commhooks.state.saved import NoStateError
+from reducer.backends import GLOO, family_of
 
 KEY = "commhooks"
 """The key of the state in the checkpoints of other libraries."""
@@ -133,10 +134,10 @@ def _group_on_cpu() -> Iterator[dist.ProcessGroup]:
     """Yield a group of all ranks that need not copy objects to a GPU."""
     world = dist.group.WORLD
     assert world is not None
-    if "gloo" in str(dist.get_backend_config(world)):
+    if family_of(world, torch.device("cpu")) == GLOO:
         yield world
         return
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=GLOO)
     try:
         yield group
     finally:

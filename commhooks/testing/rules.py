@@ -28,6 +28,7 @@ from commhooks.testing.compare import (
 )
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
+from reducer.backends import NCCL, family_of
 
 Factory = Callable[[], CommHook]
 Problems = Iterator[str]
@@ -336,7 +337,9 @@ def failure(context: RuleContext) -> Problems:
 
     Not on NCCL, where the failure of one rank ends the job.
     """
-    if dist.get_backend() == "nccl" and context.size > 1:
+    world = dist.group.WORLD
+    assert world is not None
+    if context.size > 1 and family_of(world, context.device) == NCCL:
         return
     hook = _as_coroutine(context.make_hook())
     trainer = context.trainer(hook)

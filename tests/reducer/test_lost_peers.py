@@ -565,6 +565,9 @@ SIGNS = [
     "Connect timeout [127.0.0.1]:29500",
     "Connection reset by peer",
     "Remote peer closed the connection.",
+    "NCCL operation timed out",
+    "NCCL Async Error: remote process exited or there was a network error",
+    "NCCL communicator was aborted after a previous error",
 ]
 
 
@@ -574,7 +577,15 @@ def test_texts_of_backends_and_stores(text: str) -> None:
     assert not is_peer_loss(ValueError(text))
 
 
-@pytest.mark.parametrize("text", ["Invalid timeout", "timeout must be positive", "a peer review"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL Async Error: invalid usage",
+        "Invalid timeout",
+        "timeout must be positive",
+        "a peer review",
+    ],
+)
 def test_texts_of_other_errors(text: str) -> None:
     assert not is_peer_loss(RuntimeError(text))
 

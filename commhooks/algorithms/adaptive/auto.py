@@ -45,6 +45,7 @@ from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket
+from reducer.backends import family_of
 from reducer.native import NativeHook
 
 Candidate = Annotated[CommHook, Made(hook_of_spec)]
@@ -264,7 +265,7 @@ class Auto(KnowsModel, CommHook):
                 lossless={spec for spec, hook in hooks.items() if is_lossless(hook)},
                 limit=limit,
                 size=group.size(),
-                backend=group._get_backend(device).name(),  # noqa: SLF001
+                backend=family_of(group, device),
                 replan=self.replan,
                 sent=lambda spec, own: wire_bytes_of(hooks[spec], own, parameters, group.size()),
             )

@@ -110,7 +110,7 @@ def probe_elements(before: Probe, model_bytes: int, size: int) -> int:
 
 def backend_of(name: str, byte_cpu_seconds: float = 0.0) -> Backend:
     """Return the costs of a backend. Those of a round are the network's."""
-    return NCCL() if name == "nccl" else Gloo(0.0, 0.0, byte_cpu_seconds)
+    return NCCL() if name == NCCL.name else Gloo(0.0, 0.0, byte_cpu_seconds)
 
 
 def network_of(link: Probe, size: int) -> Network:
