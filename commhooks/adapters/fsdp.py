@@ -5,7 +5,9 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +74,15 @@ class FSDPAdapter(Adapter):
     Args:
         model: The root module.
         replicas: The group to average over, if the model is sharded over 1-D meshes.
+        ignored: Parameters that no unit manages, on purpose.
     """
 
-    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        replicas: dist.ProcessGroup | None = None,
+        ignored: Iterable[Tensor] = (),
+    ) -> None:
         if not is_root(model):
             raise CommHookError(
                 "the module is part of a model that was sharded with fully_shard; register the "
@@ -99,6 +107,9 @@ class FSDPAdapter(Adapter):
         self._strict: CommHook | None = None  # which gets each parameter once per step
         self._is_attached = False
         self._host_waits = all(family_of(group, self.device) == GLOO for group in self.shard_groups)
+        self._model = weakref.ref(model)
+        self._ignored = {id(parameter) for parameter in ignored}
+        self._warn_of_unmanaged()
         on_end_of_backward(model, self._end_backward)
         on_optimizer_step(self, self._units)
 
@@ -276,6 +287,7 @@ class FSDPAdapter(Adapter):
 
     def _end_backward(self, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
+        self._warn_of_unmanaged()
         if not launched:
             return
         if not succeeded:
@@ -312,6 +324,29 @@ class FSDPAdapter(Adapter):
         if problem and failure is None:
             return CommHookPeerError(f"[rank {self.rank}] another rank failed: {problem}")
         return failure
+
+    def _warn_of_unmanaged(self) -> None:
+        """Warn of trained parameters that no unit manages, of each one once."""
+        model = self._model()
+        if model is None:
+            return
+        # By name too: units learn of parameters that were loaded or moved in the next forward.
+        names = {name for unit in self._units for name in unit.wholes()}
+        known = self._ignored.union(*(unit.identities() for unit in self._units))
+        found = {
+            name: id(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in names and id(parameter) not in known
+        }
+        self._ignored.update(found.values())
+        if found:
+            warnings.warn(
+                f"no unit of fully_shard manages {', '.join(found)}: their gradients stay on each "
+                "rank, and the replicas part. Add parameters before fully_shard and register the "
+                "hook afterwards. If they are meant to stay, as its ignored_params, pass them to "
+                "commhooks.integrations.fsdp.register(..., ignored_params=...)",
+                stacklevel=2,
+            )
 
     def _present_parameters(self) -> dict[str, Tensor]:
         return {name: shard for unit in self._units for name, shard in unit.parameters().items()}

@@ -115,6 +115,14 @@ class Unit:
             for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
         }
 
+    def identities(self) -> set[int]:
+        """Return the ids of the parameters, sharded and gathered."""
+        return {
+            id(parameter)
+            for each in self._alive().fsdp_params
+            for parameter in (each.sharded_param, getattr(each, "_unsharded_param", None))
+        }
+
     def gathered(self) -> dict[str, tuple[torch.Size, int]]:
         """Return the shape of each parameter, and how many numbers each rank has of it.
 

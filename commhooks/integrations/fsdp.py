@@ -28,7 +28,7 @@ Errors do not add up: each difference has what the ones before it have rounded.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -57,6 +57,7 @@ def register(
     /,
     *,
     replicate_group: dist.ProcessGroup | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
     **options: Any,
 ) -> HookHandle:
     """Let ``hook`` average the gradients of replicas of a sharded model. Collective.
@@ -73,11 +74,18 @@ def register(
         fully_shard(model, mesh=mesh["shard"])
         handle = register(model, "int8", replicate_group=mesh.get_group("replicate"))
 
+    A trained parameter that no unit manages, such as one that was added after ``fully_shard``, is
+    not averaged, which a warning tells, except for ``ignored_params``: those of ``fully_shard``.
     Arguments and errors are otherwise those of :func:`commhooks.register`.
     """
-    if replicate_group is None:
+    ignored = list(ignored_params)
+    if replicate_group is None and not ignored:
         return register_any(model, hook, **options)
-    return register_with(lambda root: FSDPAdapter(root, replicate_group), model, hook, options)
+
+    def make_adapter(root: nn.Module) -> FSDPAdapter:
+        return FSDPAdapter(root, replicate_group, ignored)
+
+    return register_with(make_adapter, model, hook, options)
 
 
 def quantize_reduce_scatter(

@@ -61,6 +61,45 @@ def same_numbers(rank: int, size: int, shards: int, names: list[str], hook: Any)
                 assert torch.equal(a, b), (name, on_one_dimension)
 
 
+def warn_of_unmanaged(rank: int, size: int) -> None:
+    mesh = mesh_of(size, 1)
+
+    def step(net: Any) -> None:
+        net(torch.full((2, 7), rank + 1.0)).sum().backward()
+
+    class Adapted(Net):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + sum(p.sum() for p in self.adapters)
+
+    def sharded(ignored: list[nn.Parameter]) -> Any:
+        torch.manual_seed(0)
+        net = Adapted(FEATURES[SAMPLE[0]])
+        net.adapters = nn.ParameterList(ignored)
+        for module in (*net.blocks, net):
+            fully_shard(module, mesh=mesh, ignored_params=set(ignored))
+        return net
+
+    ignored = [nn.Parameter(torch.ones(2))]
+    net = sharded(ignored)
+    with pytest.warns(UserWarning, match=r"manages adapters.0: .*ignored_params"):
+        commhooks.register(net, "int8", block_size=64)
+    net = sharded(ignored)
+    fsdp.register(net, "int8", block_size=64, ignored_params=ignored)
+    step(net)
+    net.adapters.append(nn.Parameter(torch.ones(2)))
+    with pytest.warns(UserWarning, match=r"manages adapters.1: ") as caught:
+        step(net)
+    assert len(caught) == 1
+    step(net)
+    net.adapters.append(nn.Parameter(torch.ones(2)))
+    with pytest.warns(UserWarning, match=r"manages adapters.2: "):
+        step(net)
+
+
+def test_parameters_without_a_unit_warn_once(run_ranks: Any) -> None:
+    run_ranks(warn_of_unmanaged, 2)
+
+
 @pytest.mark.exhaustive  # test_averages_are_native has four ranks
 def test_allreduce_is_native_on_three_replicas(run_ranks: Any) -> None:
     run_ranks(same_numbers, 3, 1, SAMPLE, AllReduce)
