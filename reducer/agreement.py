@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from reducer.errors import CommHookMismatchError
-from reducer.peers import collective
+from reducer.peers import collective, wait
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def _gather(
     )
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     with collective(group, what), _late_ranks_named(group, what):
-        dist.all_gather(gathered, own, group=group)
+        wait(dist.all_gather(gathered, own, group=group, async_op=True))
         digests, numbers = torch.stack(gathered).T.tolist()
     values = [value] * group.size()
     if len(set(digests)) > 1:
@@ -88,7 +88,11 @@ def _late_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     A rank whose program leaves ``what`` out never comes, which is an error only after the time-out
     of the group, 30 minutes by default.
     """
-    store = PrefixStore("commhooks/agreements", group.get_group_store())
+    group_store = group.get_group_store()
+    if group_store is None:  # a group that is written in Python may have none
+        yield
+        return
+    store = PrefixStore("commhooks/agreements", group_store)
     calls = store.add(f"rank {group.rank()}", 1)
 
     def warn() -> None:

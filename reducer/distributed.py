@@ -37,7 +37,7 @@ from reducer.optim import (
     take_over_in_backward_optimizers,
 )
 from reducer.options import GroupKeys, WrapperOptions, bucket_sizes, delayed_names
-from reducer.peers import collective
+from reducer.peers import collective, wait
 from reducer.torch_internals import (
     StepSampler,
     TorchNames,
@@ -272,7 +272,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             self.reducer.expect_local_gradients()
         with collective(self.process_group, "the report of a rank that has inputs to join()"):
             if work := Join.notify_join_context(self):
-                work.wait()
+                wait(work)
         plan = None
         if self._join_config.enable:
             plan = StepPlan.agree(

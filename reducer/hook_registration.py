@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
@@ -14,6 +17,31 @@ BoundHook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 def _nothing() -> None:
     pass
+
+
+def check_annotations(hook: Callable[..., Any]) -> None:
+    """Raise ValueError if ``hook(state, bucket)`` is annotated as a function of something else."""
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):  # no signature, or names that only type checkers see
+        return
+    bucket = next(iter([*signature.parameters.values()][1:]), None)
+    kind = inspect.Parameter.empty if bucket is None else bucket.annotation
+    if isinstance(kind, type) and not (
+        issubclass(kind, dist.GradBucket)  # type: ignore[attr-defined]
+        or kind in (inspect.Parameter.empty, object)
+    ):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket, found "
+            f"{kind.__name__}."
+        )
+    returned = signature.return_annotation
+    allowed = (inspect.Signature.empty, Any, torch.futures.Future, torch.futures.Future[Tensor])
+    if returned not in allowed:
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], "
+            f"found {returned!r}."
+        )
 
 
 class HookRegistration:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from reducer.buffers import broadcast
-from reducer.peers import collective
+from reducer.peers import collective, wait
 from reducer.torch_internals import TorchNames
 
 _PLANS = "the exchange of what each rank is about to do, inside join(),"
@@ -50,7 +50,7 @@ class StepPlan:
         )
         plans = [torch.empty_like(own) for _ in range(model.process_group.size())]
         with collective(model.process_group, _PLANS):
-            dist.all_gather(plans, own, group=model.process_group)
+            wait(dist.all_gather(plans, own, group=model.process_group, async_op=True))
             of_ranks = torch.stack(plans).tolist()
         return cls(
             [rank for rank, plan in enumerate(of_ranks) if plan[0]],

@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from reducer.backends import GLOO, NCCL, family_named
 from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
-from reducer.hook_registration import HookRegistration
+from reducer.hook_registration import HookRegistration, check_annotations
 from reducer.host_memory import connect_host
 from reducer.native import AverageHook, GradBucket, HostGroup, Reducer
 from reducer.nested_tensors import map_tensors
@@ -352,6 +352,7 @@ class TorchNames(nn.Module):
         """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
+        check_annotations(hook)
         bound = functools.partial(hook, state)
         # In errors and profiles:
         bound.name = getattr(hook, "__qualname__", type(hook).__qualname__)  # type: ignore[attr-defined]

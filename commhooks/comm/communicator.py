@@ -23,6 +23,7 @@ from commhooks.comm import point_to_point, wire
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError
 from commhooks.precision import at_least_float32
+from reducer.peers import wait
 
 
 def _reducing(operation: ReduceOp.RedOpType) -> AllreduceOptions:
@@ -66,7 +67,7 @@ class PendingCollective:
         """Issue it, and let the current stream wait for it, on the CPU the host."""
         # Not on the current stream itself (asyncOp=False): then NCCL returns no work, which is what
         # waits under TORCH_NCCL_BLOCKING_WAIT, and process groups in Python crash on it.
-        self.start(group).wait()
+        wait(self.start(group))
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         self.is_awaited = True

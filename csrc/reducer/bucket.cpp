@@ -259,17 +259,16 @@ at::Tensor Bucket::pack_sparse(const PackFormat& format) const {
   return rows.mul(format.scale).coalesce();
 }
 
-void Bucket::check_result(const at::Tensor& result, const PackFormat& format) const {
-  const auto wire_dtype = format.dtype.value_or(dtype());
+void Bucket::check_result(const at::Tensor& result) const {
   const bool fits = is_sparse ? result.is_sparse() && result.sizes() == parameters_.front().sizes()
                               : result.layout() == c10::kStrided && result.numel() == numel_;
+  const bool is_copied = result.is_floating_point() && result.element_size() > 1;  // not float8
   TORCH_CHECK(
-      fits && result.device() == device() &&
-          (result.scalar_type() == dtype() || result.scalar_type() == wire_dtype),
+      fits && is_copied && result.device() == device(),
       "The communication hook returned a tensor that does not fit its bucket (",
       layout_->describe(), "): expected ", numel_, " elements of ", dtype(), " on ", device(),
       ", found ", result.numel(), " elements of ", result.scalar_type(), " on ", result.device(),
-      ". A hook returns the average in the shape and dtype of `bucket.buffer()`.");
+      ". A hook returns the average in the shape of `bucket.buffer()`, in any of fp64, fp32, fp16 and bf16.");
 }
 
 at::Tensor Bucket::new_gradient(size_t position) {
@@ -284,7 +283,7 @@ at::Tensor Bucket::new_gradient(size_t position) {
 void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positions) {
   if (is_sparse) {
     if (!positions.empty()) {
-      store_.set(parameters_.front(), result);
+      store_.set(parameters_.front(), result.to(dtype()));
     }
     return;
   }

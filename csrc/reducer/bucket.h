@@ -82,7 +82,7 @@ class Bucket {
   void end_step();
 
   // Throws if a hook may not return `result` for this bucket.
-  void check_result(const at::Tensor& result, const PackFormat& format) const;
+  void check_result(const at::Tensor& result) const;
 
   // Writes `result` (flat, any floating dtype) into the gradients at `positions`; parameters there
   // get one if they have none.

@@ -412,7 +412,7 @@ at::Tensor BucketPipeline::await(Bucket& bucket) {
   at::Tensor average = with_peers(
       group.process_group, [&] { return describe_average(bucket); },
       [&] { return reduction.pending->result(); });
-  bucket.check_result(average, group.format);
+  bucket.check_result(average);
   return average;
 }
 

@@ -1,5 +1,7 @@
 #include "reducer/native_hooks.h"
 
+#include <typeinfo>
+
 namespace commhooks {
 namespace {
 
@@ -38,7 +40,9 @@ PackFormat AverageHook::format() const {
 }
 
 bool AverageHook::passes_through() const {
-  return process_group_->getSize() == 1;
+  // A group that is written in Python may do more than average.
+  const c10d::ProcessGroup& group = *process_group_;
+  return group.getSize() == 1 && typeid(group) == typeid(c10d::ProcessGroup);
 }
 
 std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {

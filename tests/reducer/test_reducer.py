@@ -316,11 +316,7 @@ BAD_HOOKS: dict[str, tuple[HookFn, type[Exception], str]] = {
     "returns a list": (completed(lambda b: [b]), TypeError, "one tensor, found.*list"),
     "returns None": (completed(lambda b: None), TypeError, "one tensor, found.*NoneType"),
     "returns another size": (completed(lambda b: b[:-1]), RuntimeError, "expected 17 .*found 16"),
-    "returns another dtype": (
-        completed(lambda b: b.double()),
-        RuntimeError,
-        "Float.*found.*Double",
-    ),
+    "returns integers": (completed(lambda b: b.int()), RuntimeError, "Float.*found.*Int"),
     "returns another device": (completed(lambda b: b.to("meta")), RuntimeError, "cpu, found.*meta"),
 }
 

@@ -33,7 +33,7 @@ class World(Protocol):
 
     def change(self) -> None: ...
     def yield_(self) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self, timeout: object = None) -> None: ...
     def report(self, misuse: str) -> None: ...
 
 
@@ -85,7 +85,7 @@ class Work:
         if self.then is not None:
             self.actor.completed.append(self.then)
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         assert self.is_over
         if self.has_failed:
             raise RuntimeError("connection closed")

@@ -241,7 +241,7 @@ class _World:
         """Let other ranks run, perhaps."""
         self.current.pause(None)
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         """Let other ranks run, unless nothing has changed since this rank last waited."""
         rank = self.current
         rank.pause(rank.seen)

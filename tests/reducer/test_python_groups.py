@@ -1,0 +1,84 @@
+"""Process groups that are written in Python, as in torch's test_c10d_pypg."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+
+
+class Answer(dist.Work):
+    """A Work with exactly the methods that C++ calls."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.future: Future[Any] = Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout: timedelta) -> bool:  # type: ignore[override]
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self.future
+
+
+class Doubling(dist.ProcessGroup):
+    """A group of one rank, with a peer that has the same gradients and is paid for: sums double."""
+
+    def __init__(self, store: dist.Store | None, *, by_future: bool) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self.store = store
+        self.by_future = by_future
+
+    def get_group_store(self) -> Any:
+        return self.store
+
+    def answer(self, result: Any) -> Any:
+        work = Answer(result)
+        return _create_work_from_future(work.future) if self.by_future else work
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        return self.answer(tensors)
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        for tensor in tensors:
+            tensor.mul_(2)
+        return self.answer(tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:  # type: ignore[override]
+        for output, tensor in zip(outputs[0], inputs, strict=True):
+            output.copy_(tensor)
+        return self.answer(outputs)
+
+    def size(self) -> int:
+        return 1
+
+    getSize = size  # noqa: N815
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "doubling"
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("kind", [commhooks.DistributedDataParallel, TorchDDP])
+@pytest.mark.parametrize("view", [False, True])
+def test_groups_in_python_average(kind: Any, has_store: bool, by_future: bool, view: bool) -> None:
+    group = Doubling(dist.HashStore() if has_store else None, by_future=by_future)
+    model = kind(nn.Linear(2, 1), process_group=group, gradient_as_bucket_view=view)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 2), 2.0))
+    assert model._get_ddp_logging_data()["backend_name"] == "doubling"
+    with pytest.raises(
+        commhooks.CommHookError, match=r"works on gloo, nccl; .* group uses 'doubling' for"
+    ):
+        commhooks.register(model, "int8")
