@@ -62,7 +62,7 @@ def _gather(
         [int.from_bytes(digest, "little", signed=True), secrets.randbits(62)], device=device
     )
     gathered = [torch.empty_like(own) for _ in range(group.size())]
-    with collective(group, what), _late_ranks_named(group, what):
+    with _late_ranks_named(group, what):
         wait(dist.all_gather(gathered, own, group=group, async_op=True))
         digests, numbers = torch.stack(gathered).T.tolist()
     values = [value] * group.size()
@@ -83,32 +83,36 @@ def _gather(
 
 @contextmanager
 def _late_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Warn which ranks are missing in the block, if others wait for them for a long time.
+    """Name the ranks that are missing in the block: warn after a long time, raise if it fails.
 
     A rank whose program leaves ``what`` out never comes, which is an error only after the time-out
     of the group, 30 minutes by default.
     """
     group_store = group.get_group_store()
     if group_store is None:  # a group that is written in Python may have none
-        yield
+        with collective(group, what):
+            yield
         return
     store = PrefixStore("commhooks/agreements", group_store)
-    calls = store.add(f"rank {group.rank()}", 1)
+
+    def late() -> list[int]:
+        return [rank for rank in range(group.size()) if store.add(f"rank {rank}", 0) < calls]
 
     def warn() -> None:
-        late = [rank for rank in range(group.size()) if store.add(f"rank {rank}", 0) < calls]
-        if late:
+        if ranks := late():
             warnings.warn(
                 f"[rank {group.rank()}] {what} has waited {_PATIENCE_SECONDS:g} s for ranks "
-                f"{late}. If their program leaves it out, call it on all ranks, in the same order; "
-                "if they are late, nothing is wrong",
+                f"{ranks}. If their program leaves it out, call it on all ranks, in the same "
+                "order; if they are late, nothing is wrong",
                 stacklevel=1,
             )
 
     timer = threading.Timer(_PATIENCE_SECONDS, warn)
     timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    with collective(group, what, late):
+        calls = store.add(f"rank {group.rank()}", 1)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()

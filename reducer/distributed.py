@@ -53,6 +53,7 @@ __all__ = ["DistributedDataParallel", "GradientObserver"]
 # Each process makes its own when a wrapper is loaded.
 _NOT_PICKLED = (
     "process_group",
+    "_join_config",
     "parameter_names",
     "reducer",
     "hook_registration",
@@ -220,20 +221,25 @@ class DistributedDataParallel(TorchNames, Joinable):
         self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
         self.step_sampler = StepSampler()
         self._has_run_forward = False
-        self._is_connected = True
 
     def __getstate__(self) -> dict[str, Any]:
-        if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
+        has_own_groups = bool(self.options.group_keys.process_groups)
+        if (
+            not dist.is_initialized()
+            or self.process_group is not dist.group.WORLD
+            or has_own_groups
+        ):
             raise RuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default "
                 "process group. That is, when you have called init_process_group and have not "
-                "passed process_group argument to DDP constructor."
+                "passed process_group or key_process_groups argument to DDP constructor."
             )
         self._casts.restore()
         return {name: it for name, it in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)  # the copy is in no join() that the original is in
         self.process_group = choose_process_group(None, None)
         self.module_buffers.collect()
         self._set_up(None)
@@ -266,6 +272,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             self._has_run_forward = True
         if synchronizes:
             self._trained.check(self)
+            self.require_forward_param_sync |= not self._is_connected
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
         elif torch.is_grad_enabled():

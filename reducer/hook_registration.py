@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
+from reducer.native import AverageHook, GradBucket, HostGroup, NativeHook, Reducer
 
 BoundHook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
@@ -29,7 +29,7 @@ def check_annotations(hook: Callable[..., Any]) -> None:
     kind = inspect.Parameter.empty if bucket is None else bucket.annotation
     if isinstance(kind, type) and not (
         issubclass(kind, dist.GradBucket)  # type: ignore[attr-defined]
-        or kind in (inspect.Parameter.empty, object)
+        or kind in (inspect.Parameter.empty, object, Any)
     ):
         raise ValueError(
             "Communication hook: bucket annotation should be dist.GradBucket, found "
@@ -77,11 +77,17 @@ class HookRegistration:
         ``name``: default: that of ``hook``. Raises RuntimeError while a backward is under way.
         """
         self._reducer.set_hook(hook)
+        self._hook = hook
         self.is_taken = False
         self.name: str | None = name or self._reducer.hook_name
         self.averages_gradients = averages_gradients
         self.on_overwrite = on_overwrite or _nothing
         self.before_step = before_step or _nothing
+
+    def connect(self, host: HostGroup | None) -> None:
+        """Let the reducer use the memory of the host, and keep the hook. Between two steps."""
+        self._reducer.set_process_group(self._reducer.process_group, host)  # drops the hook
+        self._reducer.set_hook(self._hook)
 
     def reset(self) -> None:
         """Return to the default hook; another hook can then be registered."""

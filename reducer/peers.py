@@ -59,15 +59,18 @@ _TAG = 0x70656572  # of messages that are never sent
 
 
 @contextmanager
-def collective(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+def collective(
+    group: dist.ProcessGroup, what: str, late: Callable[[], list[int]] = list
+) -> Iterator[None]:
     """Raise CommHookPeerError if the collectives of ``group`` in the block lose a peer.
 
-    ``what`` is under way in the block: "the broadcast of buffers".
+    ``what`` is under way in the block: "the broadcast of buffers". ``late`` returns the ranks that
+    have not begun it; the error names them if all ranks are alive.
     """
     try:
         yield
     except RuntimeError as error:
-        meant = peer_error(group, what, error)
+        meant = peer_error(group, what, error, late)
         if meant is error:
             raise
         raise meant from error
@@ -88,14 +91,22 @@ def is_peer_loss(error: BaseException) -> bool:
     return is_sign and not _OWN.search(text)
 
 
-def peer_error(group: dist.ProcessGroup, what: str, error: BaseException) -> BaseException:
+def peer_error(
+    group: dist.ProcessGroup,
+    what: str,
+    error: BaseException,
+    late: Callable[[], list[int]] = list,
+) -> BaseException:
     """Return the CommHookPeerError for ``error``, or ``error`` if it has another reason.
 
-    See Note [Lost peers]. Blocks for a moment.
+    See Note [Lost peers]. Blocks for a moment. ``late``: see :func:`collective`.
     """
     if isinstance(error, CommHookError) or not is_peer_loss(error):
         return error
     lost = _lost_ranks(group)
+    if not lost:
+        with suppress(RuntimeError):
+            lost = call_within(_STORE_SECONDS, late)
     meant = CommHookPeerError(describe_loss(group, f"[rank {group.rank()}] {what}", error, lost))
     meant.__cause__ = error
     return meant

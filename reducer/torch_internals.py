@@ -271,6 +271,7 @@ class TorchNames(nn.Module):
     gradient_observers: GradientObservers
     step_sampler: StepSampler
     divide_by_initial_world_size: bool
+    require_forward_param_sync: bool
     _is_connected: bool
 
     _clones_outputs = True
@@ -423,19 +424,20 @@ class TorchNames(nn.Module):
 
     def _connect_host(self, *what: str) -> HostGroup | None:
         """Share memory with the other ranks of this host, if that is wanted. Collective."""
-        if not self.options.host_memory:
-            return None
-        gradient_bytes = sum(
-            p.nbytes for p in self.not_ignored_parameters().values() if p.requires_grad
-        )
-        return connect_host(self.process_group, self.device, gradient_bytes, *what)
+        host = None
+        if self.options.host_memory:
+            gradient_bytes = sum(
+                p.nbytes for p in self.not_ignored_parameters().values() if p.requires_grad
+            )
+            host = connect_host(self.process_group, self.device, gradient_bytes, *what)
+        self._is_connected = True
+        return host
 
     def prepare_step(self) -> None:
         """Prepare the hook and the buckets for a synchronized step, on all ranks."""
         if not self._is_connected:
             host = self._connect_host("the first step of a copied model, which all ranks train,")
-            self.reducer.set_process_group(self.process_group, host)
-            self._is_connected = True
+            self.hook_registration.connect(host)
         self.hook_registration.before_step()
         self.reducer.rebuild_buckets()
 
@@ -447,6 +449,7 @@ class TorchNames(nn.Module):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
+        self.require_forward_param_sync |= not self._is_connected
         self.reducer.set_process_group(new_process_group, self._connect_host())
         self.hook_registration.reset()
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from support.dying_ranks import set_timeout
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
+from reducer.mixed_precision import MixedPrecision
 
 WRAPPERS = (DistributedDataParallel, TorchDDP)
 
@@ -48,6 +51,14 @@ def gradient_is_mean(model: nn.Module, rank: int, world_size: int) -> bool:
     )
 
 
+def of_all_ranks(model: nn.Module, world_size: int) -> list[torch.Tensor]:
+    """Return the parameters of all ranks."""
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    of_ranks = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(of_ranks, flat)
+    return of_ranks
+
+
 def pickling(rank: int, world_size: int, options: dict[str, Any]) -> None:
     model = DistributedDataParallel(Net(), **options)
     commhooks.register(model, "allreduce")
@@ -65,9 +76,11 @@ def pickling(rank: int, world_size: int, options: dict[str, Any]) -> None:
         assert commhooks.handle_of(other) is None
         commhooks.register(other, "allreduce")
         assert gradient_is_mean(other, rank, world_size)
-    own_group = DistributedDataParallel(Net(), process_group=dist.new_group([0, 1]))
-    with pytest.raises(RuntimeError, match="default process group"):
-        copy.deepcopy(own_group)
+    own = dist.new_group([0, 1])
+    of_key = {"group_key": lambda name, _: name[:5] == "first", "key_process_groups": {True: own}}
+    for grouped in ({"process_group": own}, of_key):
+        with pytest.raises(RuntimeError, match="default process group"):
+            copy.deepcopy(DistributedDataParallel(Net(), **grouped))
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}])
@@ -96,10 +109,8 @@ def copy_on_one_rank(rank: int, world_size: int, kind: type[nn.Module], hook: st
                 called = each.eval() if kind is DistributedDataParallel else other.module
                 with torch.no_grad():
                     assert torch.equal(called(torch.ones(1, 4)), model.module(torch.ones(1, 4)))
-    flat = nn.utils.parameters_to_vector(model.parameters())
-    of_ranks = [torch.empty_like(flat) for _ in range(world_size)]
-    dist.all_gather(of_ranks, flat)
-    assert all(torch.equal(flat, theirs) for theirs in of_ranks)
+    of_ranks = of_all_ranks(model, world_size)
+    assert all(torch.equal(of_ranks[0], theirs) for theirs in of_ranks)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -123,8 +134,112 @@ def test_a_copy_that_one_rank_trains_names_the_others() -> None:
         run_ranks(train_a_copy_alone, 2)
 
 
+def train_a_copy_in_place_of_the_original(rank: int, world_size: int, steps_before: int) -> str:
+    model = DistributedDataParallel(Net())
+    for _ in range(steps_before):
+        model(torch.ones(1, 4)).sum().backward()
+    set_timeout(2.0)
+    with pytest.raises(commhooks.CommHookPeerError) as error:
+        (copy.deepcopy(model) if rank == 0 else model)(torch.ones(1, 4)).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("steps_before", [1, 3])
+def test_a_copy_that_one_rank_trains_names_ranks_that_train_the_original(steps_before: int) -> None:
+    text = run_ranks(train_a_copy_in_place_of_the_original, 3, steps_before)[0]
+    assert "a copied model, which all ranks train, failed: ranks 1, 2 failed, left or did" in text
+
+
+def halved(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2)
+
+
+def train_copies_with_hooks(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A hook that a copy gets before its first step averages as on a new wrapper, from then on."""
+    for hook in (None, "int8", "powersgd", "bf16", halved):
+        trained = []
+        for copied in (False, True):
+            model: nn.Module = DistributedDataParallel(Net(), **options)
+            model = copy.deepcopy(copy.deepcopy(model)) if copied else model
+            if callable(hook):
+                model.register_comm_hook(None, hook)
+            elif hook is not None:
+                commhooks.register(model, hook)
+            name = model.comm_hook_name
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            for step in range(3):
+                model(torch.full((1, 4), rank + step + 1.0)).square().sum().backward()
+                optimizer.step()
+                model.zero_grad()
+            assert model.comm_hook_name == name
+            packed = [counts["packed_bytes"] for counts in model.reducer.bucket_stats()]
+            trained.append((of_all_ranks(model, world_size), packed))
+        (new, of_new), (of_copy, packed) = trained
+        assert torch.equal(new[0], of_copy[0])
+        assert all(torch.equal(of_copy[0], theirs) for theirs in of_copy)
+        assert packed == of_new
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
+        {"gradient_as_bucket_view": True, "lazy_bucket_allocation": True},
+    ],
+)
+def test_copies_keep_a_hook_that_is_registered_before_their_first_step(
+    options: dict[str, Any],
+) -> None:
+    run_ranks(train_copies_with_hooks, 3, options)
+
+
+def buffers_of_copies(rank: int, world_size: int) -> None:
+    for kind in WRAPPERS:
+        model = kind(Net())
+        model(torch.ones(1, 4)).sum().backward()
+        model.module.seen.fill_(rank + 1.0)
+        other = copy.deepcopy(model)
+        other(torch.ones(1, 4)).sum().backward()
+        assert other.module.seen.item() == 1.0
+
+
+def test_the_first_step_of_a_copy_broadcasts_buffers() -> None:
+    run_ranks(buffers_of_copies, 2)
+
+
+def update_group_of_copy(rank: int, world_size: int) -> None:
+    """One rank has a copy, the other one a new wrapper, until both get the same group."""
+    model = DistributedDataParallel(Net())
+    model = copy.deepcopy(model) if rank == 0 else model
+    model._update_process_group(dist.new_group([0, 1]))
+    for _ in range(3):
+        assert gradient_is_mean(model, rank, world_size)
+
+
+def test_copies_take_another_process_group_before_their_first_step() -> None:
+    run_ranks(update_group_of_copy, 2)
+
+
+def copy_of_shards(rank: int, world_size: int) -> None:
+    """Torch refuses, with a hook as without one."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    for hook in (None, "int8"):
+        model = fully_shard(Net(), mesh=mesh)
+        if hook is not None:
+            commhooks.register(model, hook)
+        model(torch.ones(1, 4)).sum().backward()
+        for copying in (copy.deepcopy, AveragedModel):
+            with pytest.raises(AssertionError, match="does not support deepcopy"):
+                copying(model)
+
+
+def test_sharded_models_cannot_be_copied() -> None:
+    run_ranks(copy_of_shards, 2)
+
+
 def join_with_copies(rank: int, world_size: int) -> None:
-    """A rank without inputs takes part in the first step of a copy."""
+    """A rank without inputs takes part in the first step of a copy; another copy needs nobody."""
     model = copy.deepcopy(DistributedDataParallel(Net()))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join():
@@ -132,9 +247,9 @@ def join_with_copies(rank: int, world_size: int) -> None:
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
             model.zero_grad()
-    flat = nn.utils.parameters_to_vector(model.parameters())
-    of_ranks = [torch.empty_like(flat) for _ in range(world_size)]
-    dist.all_gather(of_ranks, flat)
+            with torch.no_grad():
+                copy.deepcopy(model)(torch.ones(1, 4))
+    of_ranks = of_all_ranks(model, world_size)
     assert torch.equal(of_ranks[0], of_ranks[1])
 
 
