@@ -96,7 +96,7 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
         RemovableHandle: ``remove()``, or leaving it as a context, ends the checks.
 
     Raises:
-        CommHookError: The model has no hook, or ``every`` is less than one; or ranks come and go,
+        CommHookError: The model has no hook, or ``every`` is no integer >= 1; or ranks come and go,
             under a manager of torchft.
         CommHookMismatchError: From a forward, on all ranks: the models differ. The message has the
             first parameter, the ranks that differ from rank 0, and the step before which all were
@@ -113,8 +113,8 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
             "check_replicas: expected ranks that stay the same; under a manager that lets replicas "
             "come and go, those that come would not take part in a comparison that has begun"
         )
-    if every < 1:
-        raise CommHookError(f"check_replicas: expected every >= 1, found {every}")
+    if not isinstance(every, int) or every < 1:
+        raise CommHookError(f"check_replicas: expected an integer every >= 1, found {every!r}")
     check = _ReplicaCheck(handle.adapter, every)
     # First, because that of FSDP2 gathers the parameters.
     return unwrap(model).register_forward_pre_hook(check, prepend=True)

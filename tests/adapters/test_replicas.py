@@ -276,8 +276,9 @@ def misuse(rank: int, world_size: int) -> None:
     with pytest.raises(CommHookError, match="expected a model with a hook"):
         check_replicas(model)
     commhooks.register(model, "bf16")
-    with pytest.raises(CommHookError, match="every >= 1, found 0"):
-        check_replicas(model, every=0)
+    for every in (0, "3", 2.5):
+        with pytest.raises(CommHookError, match=f"integer every >= 1, found {every!r}"):
+            check_replicas(model, every=every)
 
 
 def test_misuse() -> None:
