@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from reducer import native  # not its classes, which are missing without extensions
-from reducer.buffers import ModuleBuffers
 from reducer.construction import (
     check_module,
     choose_devices,
@@ -64,13 +62,13 @@ _NOT_PICKLED = (
 )
 
 
-class DistributedDataParallel(TorchNames, Joinable):
+class DistributedDataParallel(TorchNames):
     """Wrap ``module`` so that ``loss.backward()`` averages its gradients over the ranks.
 
-    A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel``; see
-    docs/compatibility.md. All ranks construct it with the same arguments. The constructor verifies
-    that their parameters agree in name, shape, strides and dtype, and broadcasts parameters and
-    buffers from rank 0 (``init_sync``).
+    A subclass of ``torch.nn.parallel.DistributedDataParallel``, and a drop-in replacement for it;
+    see docs/compatibility.md. All ranks construct it with the same arguments. The constructor
+    verifies that their parameters agree in name, shape, strides and dtype, and broadcasts
+    parameters and buffers from rank 0 (``init_sync``).
 
     Args:
         module: the module to train. Parameters that require no gradient are not averaged.
@@ -204,7 +202,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             lazy_bucket_allocation=lazy_bucket_allocation,
             host_memory=host_memory,
         )
-        self.module_buffers = ModuleBuffers(module, self.parameters_to_ignore)
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         if init_sync:
             buffers = self.modules_buffers if broadcasts_buffers else []
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
@@ -238,10 +236,10 @@ class DistributedDataParallel(TorchNames, Joinable):
         return {name: it for name, it in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)  # the copy is in no join() that the original is in
         self.process_group = choose_process_group(None, None)
-        self.module_buffers.collect()
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self._set_up(None)
         # Other ranks may have no copy, so it needs them from its first synchronized step on only.
         self._is_connected = self.require_forward_param_sync = False
@@ -286,11 +284,12 @@ class DistributedDataParallel(TorchNames, Joinable):
                 self,
                 is_active=True,
                 synchronizes=synchronizes,
-                syncs_buffers=self.will_sync_module_buffers(),
+                syncs_buffers=self.will_sync_module_buffers(),  # type: ignore[no-untyped-call]
             )
         if synchronizes:
             self.prepare_step()
-        self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, plan)
+        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self.sync_buffers(0 if plan is None else plan.root)
         return plan
 
     @not_compiled
@@ -299,14 +298,15 @@ class DistributedDataParallel(TorchNames, Joinable):
         self, output: Any, plan: StepPlan | None, synchronizes: bool, start: float
     ) -> Any:
         end = time.monotonic()
-        self._sync_buffers_at(_BufferCommHookLocation.POST_FORWARD, plan)
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self.sync_buffers(0 if plan is None else plan.root)
         self.require_forward_param_sync = synchronizes
         if synchronizes:
             self.step_sampler.forward_start = start
             self.step_sampler.forward_seconds = end - start
             tensors: list[Tensor] = []
             if self.reducer.needs_outputs:
-                output = through_sink(output, clones=self._clones_outputs)
+                output = through_sink(output, clones=self._ddp_sink_clone)
                 tensors = list(tensors_in(output))
             scale = 1.0 if plan is None else plan.gradient_scale(self)
             self.reducer.prepare_for_backward(tensors, scale)
@@ -353,24 +353,6 @@ class DistributedDataParallel(TorchNames, Joinable):
                 f"set before its forward (it is {self.require_manual_backward_finalization})."
             )
 
-    # ------------------------------------------------------------------------------- buffers
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward synchronizes buffers.
-
-        It does if the last forward prepared a synchronized backward.
-        """
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and len(self.module_buffers.by_name) > 0
-        )
-
-    def _sync_buffers_at(self, location: _BufferCommHookLocation, plan: StepPlan | None) -> None:
-        if self.module_buffers.location == location and self.will_sync_module_buffers():
-            root = 0 if plan is None else plan.root
-            self.module_buffers.sync(self.process_group, root, self.reducer)
-
     # ---------------------------------------------------------------------------------- join
 
     def join(
@@ -400,9 +382,6 @@ class DistributedDataParallel(TorchNames, Joinable):
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """Return what :class:`torch.distributed.algorithms.Join` calls on ranks without inputs."""
         return ShadowHook(self, **kwargs)
-
-    join_device = property(attrgetter("device"), doc="The device of what Join communicates.")
-    join_process_group = property(attrgetter("process_group"), doc="The ranks that Join is for.")
 
     # ----------------------------------------------------------------- optimizers in backward
 

@@ -123,7 +123,7 @@ class ShadowHook(JoinHook):
         if plan.synchronizes:
             model.prepare_step()
         if plan.syncs_buffers:
-            model.module_buffers.sync(model.process_group, plan.root, model.reducer)
+            model.sync_buffers(plan.root)
         if plan.synchronizes:
             model.reducer.match_backward(plan.share_skipped(model))
 
@@ -135,7 +135,7 @@ class ShadowHook(JoinHook):
         with collective(model.process_group, "the search for the rank that finished last"):
             dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
             last = int(candidate.item())
-        model.module_buffers.collect()
+        model._assign_modules_buffers()  # type: ignore[no-untyped-call]  # noqa: SLF001
         buffers = model.modules_buffers if model.forward_sync_buffers else []
         parameters = model.not_ignored_parameters().values()
         broadcast(model.process_group, [*parameters, *buffers], last)

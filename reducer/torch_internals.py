@@ -10,23 +10,22 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from reducer.backends import GLOO, NCCL, family_named
-from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
-from reducer.construction import sparse_parameters
+from reducer.buffers import BROADCAST_BYTES, broadcast
 from reducer.hook_registration import HookRegistration, check_annotations
 from reducer.host_memory import connect_host
 from reducer.native import AverageHook, GradBucket, HostGroup, Reducer
@@ -252,10 +251,33 @@ _WIRE_DTYPES = {
 }
 
 
-class TorchNames(nn.Module):
+INHERITED = frozenset({
+    "_active_ddp_module", "_assign_modules_buffers", "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer", "_check_comm_hook", "_check_default_group",
+    "_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd", "_default_broadcast_coalesced",
+    "_distributed_broadcast_coalesced", "_distributed_rank", "_get_active_ddp_module",
+    "_get_data_parallel_params", "_get_parameters", "_register_buffer_comm_hook",
+    "_set_ddp_sink_clone", "_set_params_and_buffers_to_ignore_for_model", "gather",
+    "join_device", "join_process_group", "scatter", "train", "will_sync_module_buffers",
+})  # fmt: skip
+"""Names of torch's class that need no more than attributes that the wrapper has.
+
+Note [Names of torch's class]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The wrapper is a subclass of torch's, because pipelines, checkpoints, compilers and libraries ask
+``isinstance``. It overrides what works on torch's reducer. What it neither overrides nor inherits
+on purpose, also names of a later torch, raises AttributeError rather than fail inside torch.
+"""
+
+_REFUSED = {it for it in vars(TorchDDP) if not it.startswith("__")} - INHERITED - {"_abc_impl"}
+_OPTIONS = {*WrapperOptions.__dataclass_fields__, "bucket_bytes_cap"}
+
+
+class TorchNames(TorchDDP):
     """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts.
 
-    Parts that need the wrapper know it by this class.
+    Parts that need the wrapper know it by this class. Attributes named after a field of
+    :class:`WrapperOptions` read that field. See Note [Names of torch's class] for the others.
     """
 
     # Set by DistributedDataParallel.
@@ -264,9 +286,8 @@ class TorchNames(nn.Module):
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
     parameter_names: dict[nn.Parameter, str]
-    module_buffers: ModuleBuffers
     options: WrapperOptions
-    reducer: Reducer
+    reducer: Reducer  # type: ignore[assignment]
     hook_registration: HookRegistration
     gradient_observers: GradientObservers
     step_sampler: StepSampler
@@ -274,29 +295,14 @@ class TorchNames(nn.Module):
     require_forward_param_sync: bool
     _is_connected: bool
 
-    _clones_outputs = True
+    locals().update({name: property() for name in _REFUSED})  # without a getter
+    locals().update({name: property(attrgetter(f"options.{name}")) for name in _OPTIONS})
+
+    _ddp_sink_clone = True
     broadcast_bucket_size = BROADCAST_BYTES
-    scatter = TorchDDP.scatter
-    gather = TorchDDP.gather
-    _get_data_parallel_params = staticmethod(TorchDDP._get_data_parallel_params)  # noqa: SLF001
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        TorchDDP._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
-    )
 
     # --------------------------------------------------------------------------- attributes
 
-    dim = property(attrgetter("options.dim"))
-    device_ids = property(attrgetter("options.device_ids"))
-    output_device = property(attrgetter("options.output_device"))
-    mixed_precision = property(attrgetter("options.mixed_precision"))
-    bucket_bytes_cap = property(attrgetter("options.bucket_bytes_cap"))
-    bucket_bytes_cap_list = property(attrgetter("options.bucket_bytes_cap_list"))
-    find_unused_parameters = property(attrgetter("options.find_unused_parameters"))
-    skip_all_reduce_unused_params = property(attrgetter("options.skip_all_reduce_unused_params"))
-    gradient_as_bucket_view = property(attrgetter("options.gradient_as_bucket_view"))
-    static_graph = property(attrgetter("options.static_graph"))
-    batched_grad_copy = property(attrgetter("options.batched_grad_copy"))
-    lazy_bucket_allocation = property(attrgetter("options.lazy_bucket_allocation"))
     should_finalize_after_backward = property(attrgetter("require_manual_backward_finalization"))
 
     @property
@@ -311,12 +317,7 @@ class TorchNames(nn.Module):
     broadcast_buffers = forward_sync_buffers
 
     @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized."""
-        return list(self.module_buffers.by_name.values())
-
-    @property
-    def logger(self) -> TorchNames:
+    def logger(self) -> TorchNames:  # type: ignore[override]
         """The wrapper itself; torch keeps its logging data in another object."""
         return self
 
@@ -338,9 +339,22 @@ class TorchNames(nn.Module):
 
         return (map_tensors(move, inputs),), (map_tensors(move, kwargs),)
 
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Set whether outputs that pass through a sink are cloned. See Note [Sink]."""
-        self._clones_outputs = val
+    def sync_buffers(self, root: int) -> None:
+        """Copy the buffers of rank ``root`` to all ranks, or call the user's hook. Collective.
+
+        The next backward ends after the futures that the hook returns. The versions that autograd
+        checks do not change: a graph that was recorded with the old values stays valid.
+        """
+        # Modules may have replaced theirs.
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        hook = getattr(self, "buffer_hook", None)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            if hook is None:
+                broadcast(self.process_group, self.modules_buffers, root)
+                return
+            state = hook.buffer_comm_hook_state
+            if futures := hook.buffer_comm_hook(state, self.named_module_buffers):
+                self.reducer.await_after_backward(list(futures))
 
     # -------------------------------------------------------------------------------- hooks
 
@@ -369,21 +383,6 @@ class TorchNames(nn.Module):
             raise ValueError(f"Expected one of {known}, found {comm_hook_type}.")
         average = AverageHook(self.reducer.process_group, _WIRE_DTYPES[comm_hook_type])
         self.hook_registration.take(average, name=str(comm_hook_type))
-
-    @records_errors
-    def _register_buffer_comm_hook(
-        self,
-        state: object,
-        hook: Callable[..., Any],
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let ``hook(state, buffers by name)`` synchronize buffers, before or after forward.
-
-        It may return a list of futures, which are waited for at the end of backward.
-        """
-        if not callable(hook):
-            raise TypeError(f"Buffer hook must be callable, found {hook!r}.")
-        self.module_buffers.hook = _BufferCommHook(hook, state, comm_hook_location)
 
     def _register_fused_optim(
         self,
@@ -460,40 +459,6 @@ class TorchNames(nn.Module):
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
 
-    # ------------------------------------------------------------------------- construction
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return the parameters that are averaged, and whether each has a sparse gradient."""
-        sparse = sparse_parameters(self.module)
-        return list(self.parameter_names), [it in sparse for it in self.parameter_names]
-
-    def _build_debug_param_to_name_mapping(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> dict[int, str]:
-        """Return the name of each of the parameters that are averaged, by its index.
-
-        Raises ValueError unless ``parameters`` are those.
-        """
-        given = set(parameters)
-        for parameter, name in self.parameter_names.items():
-            if parameter not in given:
-                raise ValueError(
-                    f"Param with name {name} found in module parameters, but not among the "
-                    f"{len(parameters)} given ones."
-                )
-        if len(given) != len(self.parameter_names):
-            raise ValueError(
-                "Expected param to name mapping to cover all parameters, but found "
-                f"{len(given)} parameters and {len(self.parameter_names)} names."
-            )
-        return {index: self.parameter_names[it] for index, it in enumerate(parameters)}
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Iterable[Tensor] | None = None,
-        bucket_size: int | None = None,  # noqa: ARG002
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Overwrite buffers, by default all, with those of one rank; for use in buffer hooks."""
-        buffers = self.module_buffers.by_name.values() if bufs is None else bufs
-        broadcast(self.process_group, buffers, authoritative_rank)
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        self.reducer.last_error = err_msg
+        raise err_type(err_msg)

@@ -46,7 +46,6 @@ def _replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
     return TorchDDPAdapter(state._ddp, model)  # noqa: SLF001
 
 
-_WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 _REPLICATED = ("torch.distributed._composable.replicate", "DDP")
 """Module and name of the class that torch's ``replicate``, of the time before FSDP2, adds."""
 
@@ -94,13 +93,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the module inside the wrapper, or ``model`` if it is none."""
     model = unwrap(model)
-    return unwrap(model.module) if isinstance(model, _WRAPPERS) else model
+    return unwrap(model.module) if isinstance(model, TorchDistributedDataParallel) else model
 
 
 def adapter_of(model: nn.Module) -> Adapter:
     """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
     model = unwrap(model)
-    if isinstance(inner_module(model), _WRAPPERS):
+    if isinstance(inner_module(model), TorchDistributedDataParallel):
         raise CommHookError(
             f"found {type(model).__name__} around {type(inner_module(model)).__name__}: gradients "
             "would be averaged twice; wrap the module once, or pass it to the library unwrapped"

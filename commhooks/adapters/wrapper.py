@@ -1,5 +1,6 @@
 """Wrappers of modules whose gradients hooks average."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,17 @@ class DistributedDataParallel(reducer.DistributedDataParallel):
             register(self, hook, **(hook_options or {}))
         elif hook_options:
             raise ValueError(f"hook_options={dict(hook_options)} were given without a hook.")
+
+
+def _signature() -> inspect.Signature:
+    """Return the arguments of the engine's wrapper, then ``hook`` and ``hook_options``."""
+    own = inspect.signature(DistributedDataParallel.__init__).parameters
+    all_of = inspect.signature(reducer.DistributedDataParallel.__init__)
+    added = [own["hook"], own["hook_options"]]
+    return all_of.replace(parameters=[*all_of.parameters.values(), *added])
+
+
+DistributedDataParallel.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def wrap(module: nn.Module, **options: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pydoc
 from typing import Any
 
 import pytest
@@ -11,55 +12,11 @@ from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
+from reducer.torch_internals import INHERITED
 
-# Names that torch's class needs for itself, and that are not called from outside.
-INTERNAL = {
-    "_active_ddp_module",
-    "_assign_modules_buffers",
-    "_build_replicated_tensor_module",
-    "_check_and_sync_module_buffers",
-    "_check_comm_hook",
-    "_check_default_group",
-    "_check_global_requires_backward_grad_sync",
-    "_check_sync_bufs_post_fwd",
-    "_check_sync_bufs_pre_fwd",
-    "_clear_grad_buffer",
-    "_ddp_init_helper",
-    "_delayed_all_reduce_hook",
-    "_distributed_broadcast_coalesced",
-    "_distributed_rank",
-    "_find_common_rank",
-    "_fire_reducer_autograd_hook",
-    "_get_active_ddp_module",
-    "_get_parameters",
-    "_inside_ddp_forward",
-    "_lazy_init",
-    "_log_and_throw",
-    "_match_all_reduce_for_bwd_pass",
-    "_match_unused_params_allreduce",
-    "_module_wait_for_copy_hook",
-    "_passing_sync_batchnorm_handle",
-    "_post_forward",
-    "_pre_forward",
-    "_register_accum_grad_hook",
-    "_register_delay_all_reduce_hook",
-    "_root_copy_hook",
-    "_run_ddp_forward",
-    "_setup_in_backward_optimizers",
-    "_set_sparse_metadata",
-    "_sync_buffers",
-    "_sync_final_model",
-    "_sync_module_buffers",
-}
-# Names that only newer versions of torch have.
-LATER = {
-    "_check_manual_backward_finalization_supported",
-    "finalize_backward",
-    "require_manual_backward_finalization",
-    "should_finalize_after_backward",
-}
 # Public attributes of torch's objects that describe its implementation.
 INTERNAL_ATTRIBUTES = {
     "bucket_bytes_cap_default",
@@ -70,19 +27,43 @@ INTERNAL_ATTRIBUTES = {
 }
 
 
-def test_torchs_class_has_no_other_names() -> None:
-    inherited = set(dir(nn.Module))
-    theirs = {name for name in dir(TorchDDP) if name not in inherited} | LATER
-    assert theirs - INTERNAL - set(dir(DistributedDataParallel)) == set()
+# What Python and ABCMeta put into every class, and torch's class pickles itself.
+OF_PYTHON = {
+    "__abstractmethods__", "__annotations__", "__annotations_cache__", "__doc__", "__firstlineno__",
+    "__getstate__", "__init__", "__module__", "__parameters__", "__setstate__",
+    "__static_attributes__", "_abc_impl",
+}  # fmt: skip
 
 
-def test_torchs_constructor_has_no_other_arguments() -> None:
-    ours, theirs = (
-        list(inspect.signature(wrapper).parameters)
-        for wrapper in (DistributedDataParallel, TorchDDP)
-    )
-    assert set(theirs) <= set(ours)
+def every_name(rank: int, world_size: int) -> None:
+    """Each name of torch's class is the wrapper's own, inherited on purpose, or an error."""
+    model = commhooks.DistributedDataParallel(make_net())
+    kinds = type(model).mro()
+    absent = set()
+    for name in vars(TorchDDP).keys() - OF_PYTHON:
+        owner = next(kind for kind in kinds if name in vars(kind))
+        found = vars(owner)[name]
+        if owner is TorchDDP:
+            assert name in INHERITED, name
+        elif isinstance(found, property) and found.fget is None:
+            absent.add(name)
+            with pytest.raises(AttributeError, match=name):
+                getattr(model, name)
+    assert {"_sync_buffers", "_pre_forward", "_lazy_init"} <= absent
+    assert not absent & INHERITED
+
+
+def test_each_name_of_torchs_class_works_or_raises() -> None:
+    run_ranks(every_name, 1)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, commhooks.DistributedDataParallel])
+def test_signature_has_torchs_arguments_first(wrapper: type) -> None:
+    ours, theirs = (list(inspect.signature(it).parameters) for it in (wrapper, TorchDDP))
     assert ours[: len(theirs)] == theirs
+    assert not {"args", "options", "kwargs"} & set(ours)
+    assert ("hook" in ours) == (wrapper is commhooks.DistributedDataParallel)
+    assert "bucket_cap_mb" in pydoc.plain(pydoc.render_doc(wrapper))
 
 
 def attributes(rank: int, world_size: int, options: dict[str, Any]) -> None:
@@ -214,18 +195,22 @@ def internals(rank: int, world_size: int) -> None:
 
     parameters, sparse = model._build_params_for_reducer()
     assert (parameters, sparse) == ([net[0].weight, net[1].weight], [False, False])
+    assert list(model._get_parameters(net)) == list(net.parameters())
+    assert model._distributed_rank == rank
+    assert model._get_active_ddp_module() is None
+    assert model._check_default_group() is None
     mapping = model._build_debug_param_to_name_mapping
     assert mapping(parameters) == {0: "0.weight", 1: "1.weight"}
-    with pytest.raises(ValueError, match=r"Param with name 1\.weight found.* 1 given"):
+    with pytest.raises(ValueError, match=r"Param with name 1\.weight found in module parameters"):
         mapping(parameters[:1])
-    with pytest.raises(ValueError, match=r"Expected param to name mapping.* 3 parameters and 2"):
+    with pytest.raises(ValueError, match=r"Expected param to name mapping.*: 3 vs 2"):
         mapping([*parameters, ignored])
 
     buffer = torch.full((2,), float(rank))
     model._default_broadcast_coalesced([buffer], authoritative_rank=1)
     assert buffer.tolist() == [1.0, 1.0]
     net.register_buffer("mean", torch.full((2,), float(rank)))
-    model.module_buffers.collect()
+    model._assign_modules_buffers()
     model._default_broadcast_coalesced()
     assert net.mean.tolist() == [0.0, 0.0]
 
