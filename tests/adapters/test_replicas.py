@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import commhooks
 from commhooks import CommHookError, CommHookMismatchError, DistributedDataParallel, check_replicas
 from commhooks.adapters import replicas
+from commhooks.integrations import fsdp
 from commhooks.testing import run_ranks
 
 
@@ -225,7 +226,7 @@ def ignore_own_of_shards(rank: int, world_size: int) -> None:
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
     net[1].own = nn.Parameter(torch.full((3,), float(rank)))
     fully_shard(net, mesh=mesh, ignored_params={net[1].own})
-    commhooks.register(net, "bf16")
+    fsdp.register(net, "bf16", ignored_params=[net[1].own])
     check_replicas(net, every=1)
     trained = [p for p in net.parameters() if p is not net[1].own]
     train(net, torch.optim.SGD(trained, lr=0.01), rank, 3)
