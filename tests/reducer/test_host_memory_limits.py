@@ -91,13 +91,21 @@ def few_files() -> Iterator[None]:
 
 @contextmanager
 def no_access_to_other_processes() -> Iterator[None]:
-    """Be a user that must not open their files."""
-    nobody = 65534
-    os.seteuid(nobody)
-    try:
+    """Be a user that must not open their files, where they are opened.
+
+    Not before: that user may not import from the folder of this test.
+    """
+
+    class AsNobody(HostGroup):
+        def connect(self, present: Any) -> None:
+            os.seteuid(65534)
+            try:
+                super().connect(present)
+            finally:
+                os.seteuid(0)
+
+    with patch.object(host_memory, "HostGroup", AsNobody):
         yield
-    finally:
-        os.seteuid(0)
 
 
 @contextmanager
