@@ -1,6 +1,7 @@
 """The base of adapters, which put hooks on one kind of wrapped model each."""
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
 
+from commhooks.adapters.training_loop import LateBackwards
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import any_declares
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording, Span
@@ -47,6 +51,7 @@ class Adapter(Ranks, ABC):
         device: Where the gradients are.
         parameters: The parameters that hooks average, by the names that :class:`CommHook` uses.
         names: The names that recorded gradients refer to by index.
+        wrapper: What trains the parameters themselves, rather than gathered copies of them.
     """
 
     has_fixed_ranks: bool = True
@@ -60,6 +65,7 @@ class Adapter(Ranks, ABC):
         device: torch.device,
         parameters: dict[str, Tensor],
         names: Sequence[str],
+        wrapper: nn.Module | None = None,
     ) -> None:
         self.device = device
         self.parameters = parameters
@@ -71,6 +77,8 @@ class Adapter(Ranks, ABC):
         self._names = names
         self._runner: Runner | None = None
         self._collector = StatsCollector()
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
+        self._late_backwards: RemovableHandle | None = None
 
     @property
     def units(self) -> Sequence[Sequence[str]] | None:
@@ -133,6 +141,18 @@ class Adapter(Ranks, ABC):
         self._collector = StatsCollector() if runner is None else runner.collector
         self._collector.units = {name: tuple(unit) for unit in self.units or () for name in unit}
         self._listen()
+        self._check_backwards(hook)
+
+    def _check_backwards(self, hook: CommHook | TorchHook | None) -> None:
+        if self._late_backwards is not None:
+            self._late_backwards.remove()
+            self._late_backwards = None
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is None or not isinstance(hook, CommHook):
+            return
+        if any_declares(hook, "changes_parameters"):
+            check = LateBackwards(self, hook.name)
+            self._late_backwards = wrapper.register_forward_hook(check)
 
     def _stand_in(self, hook: CommHook) -> Any:  # noqa: ARG002
         """Return what runs ``hook`` here in place of a runner in Python, None if nothing does."""

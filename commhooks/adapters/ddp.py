@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.adapters.adapter import IS_TAKEN, Adapter, TorchHook
+from commhooks.adapters.training_loop import DiscardedGradients
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import any_declares, bucket_key_of, native_of
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
@@ -54,7 +55,7 @@ class DDPAdapter(Adapter):
         names = model.parameter_names.items()
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
         all_names = list(model.parameter_names.values())
-        super().__init__(model.module, model.device, parameters, all_names)
+        super().__init__(model.module, model.device, parameters, all_names, model)
         self.sparse = [
             name for counts in of_buckets if counts["is_sparse"] for name in counts["names"]
         ]
@@ -85,9 +86,10 @@ class DDPAdapter(Adapter):
         if isinstance(hook, CommHook):
             assert target is not None
             self.regroup(functools.partial(bucket_key_of, hook))
-            before_step = target.check_capture if isinstance(target, Runner) else None
-            if isinstance(hook, ChangesToNative):
-                before_step = functools.partial(self._choose_path, hook)
+            before_step = None
+            if isinstance(target, Runner):
+                discarded = DiscardedGradients(self, hook.name)
+                before_step = functools.partial(self._before_step, hook, target, discarded)
             self._registration.install(
                 target,
                 name=hook.name,
@@ -105,15 +107,20 @@ class DDPAdapter(Adapter):
         self._first_step = self.steps
         self._stands_in = False
 
-    def _choose_path(self, hook: ChangesToNative) -> None:
+    def _before_step(self, hook: CommHook, runner: Runner, discarded: DiscardedGradients) -> None:
+        is_native = isinstance(hook, ChangesToNative) and self._choose_path(hook, runner)
+        if not is_native:
+            runner.check_capture()
+        if any(each.state for each in tree(hook)):
+            discarded.before_step()
+
+    def _choose_path(self, hook: ChangesToNative, runner: Runner) -> bool:
         """Let a hook in C++ average the next step in place of the runner, or the runner again."""
         native = hook.native_at(self.steps, self.group)
         if (native is not None) != self._stands_in:
-            assert self._runner is not None
-            self._reducer.set_hook(self._runner if native is None else native)
+            self._reducer.set_hook(runner if native is None else native)
             self._stands_in = native is not None
-        if native is None and self._runner is not None:
-            self._runner.check_capture()
+        return native is not None
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Rebuild the buckets so that only parameters whose names have equal keys share one.

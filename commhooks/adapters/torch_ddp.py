@@ -53,6 +53,7 @@ class TorchAdapter(Adapter):
         device: Where the gradients are.
         parameters: The parameters of torch's buckets, by the names that hooks get.
         sparse: The gradients that are sparse.
+        wrapper: See :class:`Adapter`.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class TorchAdapter(Adapter):
         device: torch.device,
         parameters: dict[str, Tensor],
         sparse: SparseGradients,
+        wrapper: nn.Module | None = None,
     ) -> None:
         rows = set(sparse.parameters)
         dense = {name: each for name, each in parameters.items() if each not in rows}
-        super().__init__(model, device, dense, list(parameters))
+        super().__init__(model, device, dense, list(parameters), wrapper)
         self.sparse = [name for name in parameters if name not in dense]
         self._sparse = sparse
         self._trained = list(parameters.values())
@@ -256,7 +258,7 @@ class TorchDDPAdapter(TorchAdapter):
         device = next(iter(parameters.values())).device
         fills = model.find_unused_parameters or model.static_graph
         sparse = SparseGradients(model.module, parameters.values(), module, fill_unused=fills)
-        super().__init__(module, model.process_group, device, parameters, sparse)
+        super().__init__(module, model.process_group, device, parameters, sparse, model)
         self._reducer = model.reducer
         if self.sparse and getattr(model, "skip_all_reduce_unused_params", False):
             raise CommHookError(
