@@ -13,8 +13,9 @@ error. So the module is compared before each forward that synchronizes:
    state.
 
 Some changes are legitimate: of ``.data`` within dtype and device; of parameters that require no
-gradient; tensors that replace parameters for one forward (``torch.func.functional_call``); and with
-``find_unused_parameters``, a parameter that is removed.
+gradient; tensors in place of parameters, for one forward (``torch.func.functional_call``) or, if
+they are computed from them, for good (tensor parallelism); and with ``find_unused_parameters``, a
+parameter that is removed.
 
 A second call of a module's ``__init__`` is not seen, because it replaces the dictionaries that are
 compared: the next step raises the error about parameters without gradients.
@@ -111,9 +112,24 @@ class TrainedParameters:
             return
         present = set(named.values())
         for parameter, name in model.parameter_names.items():
-            if parameter not in present:
+            if parameter not in present and not _is_in_use(model.module, name, parameter):
                 replaced = named.get(name)
                 if replaced is None:
                     yield f'"{name}" was removed'
                 elif isinstance(replaced, nn.Parameter) and not replaced.requires_grad:
                     yield f'"{name}" was replaced by one that requires no gradient'
+
+
+def _is_in_use(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether what the module has by that name is computed from the parameter."""
+    owner, _, last = name.rpartition(".")
+    try:
+        nodes = [getattr(module.get_submodule(owner), last).grad_fn]
+    except AttributeError:
+        return False
+    while nodes:
+        if (node := nodes.pop()) is not None:
+            if getattr(node, "variable", None) is parameter:
+                return True
+            nodes += [following for following, _ in node.next_functions]
+    return False

@@ -86,14 +86,15 @@ class DDPAdapter(Adapter):
         if isinstance(hook, CommHook):
             assert target is not None
             self.regroup(functools.partial(bucket_key_of, hook))
+            changes_parameters = any_declares(hook, "changes_parameters")
             before_step = None
             if isinstance(target, Runner):
-                discarded = DiscardedGradients(self, hook.name)
+                discarded = None if changes_parameters else DiscardedGradients(self, hook.name)
                 before_step = functools.partial(self._before_step, hook, target, discarded)
             self._registration.install(
                 target,
                 name=hook.name,
-                averages_gradients=not any_declares(hook, "changes_parameters"),
+                averages_gradients=not changes_parameters,
                 on_overwrite=functools.partial(_recover, hook, target),
                 before_step=before_step,
             )
@@ -107,11 +108,13 @@ class DDPAdapter(Adapter):
         self._first_step = self.steps
         self._stands_in = False
 
-    def _before_step(self, hook: CommHook, runner: Runner, discarded: DiscardedGradients) -> None:
+    def _before_step(
+        self, hook: CommHook, runner: Runner, discarded: DiscardedGradients | None
+    ) -> None:
         is_native = isinstance(hook, ChangesToNative) and self._choose_path(hook, runner)
         if not is_native:
             runner.check_capture()
-        if any(each.state for each in tree(hook)):
+        if discarded is not None and any(each.state for each in tree(hook)):
             discarded.before_step()
 
     def _choose_path(self, hook: ChangesToNative, runner: Runner) -> bool:

@@ -189,9 +189,8 @@ def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
     assert on_one_host["stats"]["min"] < on_one_host["extra_info"]["floor_seconds"]
 
 
-@pytest.mark.parametrize(
-    "option", ["--benchmark-disable", pytest.param("-n1", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("option", ["--benchmark-disable", "-n1"])
 def test_only_verified(tmp_path: Path, option: str) -> None:
     """pytest-benchmark times nothing with xdist either, and says so."""
     code, output = run(tmp_path, HOOKS + SLEEPING, "--hook-world-size=3", option)
@@ -200,6 +199,7 @@ def test_only_verified(tmp_path: Path, option: str) -> None:
     assert "communication hooks" not in output
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_timed_after_a_failure_that_ends_the_session(tmp_path: Path) -> None:
     text = HOOKS + SLEEPING + "\n\ndef test_failing():\n    assert False\n" + OTHERS
     code, output = run(tmp_path, text, "-x", "--benchmark-json=found.json")

@@ -174,30 +174,71 @@ def test_composing(run_ranks: Any, test: Callable[[int, int], None]) -> None:
     run_ranks(test, 2)
 
 
-def parallelize(rank: int, size: int) -> None:
+def tensor_parallel(
+    rank: int, hook: str, options: dict[str, Any]
+) -> tuple[nn.Module, commhooks.HookHandle, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    data, part = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()
     net = parallelize_module(make_net(bias=False), mesh["tensor"], plan)
     with pytest.raises(ValueError, match=r'"0.weight" is a DTensor.*device_mesh=mesh\[...\]'):
         commhooks.DistributedDataParallel(copy.deepcopy(net), process_group=mesh.get_group("data"))
     model = commhooks.DistributedDataParallel(net, device_mesh=mesh["data"], bucket_cap_mb=1e-6)
-    handle = commhooks.register(model, "powersgd", rank=8, start_step=0, min_compression_rate=0.0)
-    shards = list(model.parameters())
-    loss_of(model, data, 0).backward()
+    handle = commhooks.register(model, hook, **options)
+    return model, handle, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def train_in_parallel(rank: int, size: int, hook: str, options: dict[str, Any]) -> Tensor:
+    """Train on 2 x 2 ranks, load the state after three steps of five; return the difference."""
+    data, part = divmod(rank, 2)
+    model, handle, optimizer = tensor_parallel(rank, hook, options)
+    shards = optimizer.param_groups[0]["params"]
+    saved: tuple[Any, ...] = ()
+    for step in range(8):  # the last three again, with the state
+        if step == 3:
+            saved = copy.deepcopy((shards, handle.state_dict(), optimizer.state_dict()))
+        if step == 5:
+            before = flat(shards).clone()
+            model, handle, optimizer = tensor_parallel(rank, hook, options)
+            shards = optimizer.param_groups[0]["params"]
+            with torch.no_grad():
+                torch._foreach_copy_(shards, saved[0])
+            handle.load_state_dict(saved[1])
+            optimizer.load_state_dict(saved[2])
+        loss_of(model, data, step - 2 * (step >= 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 6:
+            assert torch.equal(flat(shards), before)
     assert list(model.parameters()) == []  # torch has taken them out
+    assert set(hook_state(handle)) <= {"0.weight", "2.weight"}
+    ours = flat(shards)
+    replicas = [torch.empty_like(ours) for _ in range(size)]
+    dist.all_gather(replicas, ours)
+    assert torch.equal(replicas[part], replicas[2 + part])
     whole = make_net(bias=False)
-    for peer in range(2):
-        (loss_of(whole, peer, 0) / 2).backward()
-    assert set(hook_state(handle)) == {"0.weight", "2.weight"}
-    for dim, (shard, full) in enumerate(zip(shards, whole.parameters(), strict=True)):
-        assert full.grad is not None
-        torch.testing.assert_close(shard.grad, full.grad.chunk(2, dim)[part], rtol=1e-3, atol=1e-3)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.01, momentum=0.9)
+    for step in range(6):
+        for peer in range(2):
+            (loss_of(whole, peer, step) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours - flat(p.chunk(2, dim)[part] for dim, p in enumerate(whole.parameters()))
 
 
-def test_tensor_parallelism(run_ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "options", "limit"),
+    [
+        ("allreduce", {}, 1e-6),
+        ("powersgd", {"rank": 8, "start_step": 0, "min_compression_rate": 0.0}, 1e-3),
+        ("int8", {}, 1e-2),
+    ],
+)
+def test_tensor_parallelism(
+    run_ranks: Any, hook: str, options: dict[str, Any], limit: float
+) -> None:
     """Each rank's shards go through the hook, over the ranks that have the same ones."""
-    run_ranks(parallelize, 4)
+    for difference in run_ranks(train_in_parallel, 4, hook, options):
+        assert difference.abs().max() < limit
 
 
 class Experts(nn.Module):
