@@ -15,6 +15,7 @@ from reducer import native  # not its classes, which are missing without extensi
 from reducer.agreement import check_agreement
 from reducer.buffers import broadcast
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
+from reducer.wrapper_reducer import WrapperReducer
 
 # Name, shape, strides and dtype of a parameter.
 Description = tuple[str, tuple[int, ...], tuple[int, ...], str]
@@ -181,7 +182,7 @@ def make_reducer(
     process_group: dist.ProcessGroup,
     options: WrapperOptions,
     host: native.HostGroup | None,
-) -> native.Reducer:
+) -> WrapperReducer:
     """Return a reducer of those of the parameters that require a gradient.
 
     The environment variable ``DDP_SET_LAST_BUCKET_CAP=1`` makes the last bucket the small one.
@@ -200,7 +201,7 @@ def make_reducer(
     settings.stable_buckets = options.stable_buckets
     settings.skip_unused_buckets = options.skip_all_reduce_unused_params
     settings.release_buckets = options.lazy_bucket_allocation
-    return native.Reducer([p for _, p in trained], settings, process_group, host)
+    return WrapperReducer([p for _, p in trained], settings, process_group, host)
 
 
 def sparse_parameters(module: nn.Module) -> set[Tensor]:

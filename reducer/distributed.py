@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -214,11 +215,16 @@ class DistributedDataParallel(TorchNames):
         self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in named if p.requires_grad}
         self.reducer = make_reducer(self.module, named, self.process_group, self.options, host)
+        self.reducer.wrapper = weakref.ref(self)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
         self._trained = TrainedParameters(self)
         self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
         self.step_sampler = StepSampler()
         self._has_run_forward = False
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if gradients of the module's parameters would not be averaged."""
+        self._trained.check(self)
 
     def __getstate__(self) -> dict[str, Any]:
         has_own_groups = bool(self.options.group_keys.process_groups)
@@ -269,7 +275,7 @@ class DistributedDataParallel(TorchNames):
             take_over_in_backward_optimizers(self.gradient_observers)
             self._has_run_forward = True
         if synchronizes:
-            self._trained.check(self)
+            self.check_parameters()
             self.require_forward_param_sync |= not self._is_connected
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
@@ -304,12 +310,10 @@ class DistributedDataParallel(TorchNames):
         if synchronizes:
             self.step_sampler.forward_start = start
             self.step_sampler.forward_seconds = end - start
-            tensors: list[Tensor] = []
             if self.reducer.needs_outputs:
                 output = through_sink(output, clones=self._ddp_sink_clone)
-                tensors = list(tensors_in(output))
             scale = 1.0 if plan is None else plan.gradient_scale(self)
-            self.reducer.prepare_for_backward(tensors, scale)
+            self.reducer.begin_step(list(tensors_in(output)), scale)
             if plan is not None:
                 plan.share_skipped(self)
         return output

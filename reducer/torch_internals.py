@@ -32,6 +32,7 @@ from reducer.native import AverageHook, GradBucket, HostGroup, Reducer
 from reducer.nested_tensors import map_tensors
 from reducer.optim import GradientObservers, overlap_optimizer
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
+from reducer.wrapper_reducer import WrapperReducer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -287,7 +288,7 @@ class TorchNames(TorchDDP):
     parameters_to_ignore: set[str]
     parameter_names: dict[nn.Parameter, str]
     options: WrapperOptions
-    reducer: Reducer  # type: ignore[assignment]
+    reducer: WrapperReducer  # type: ignore[assignment]
     hook_registration: HookRegistration
     gradient_observers: GradientObservers
     step_sampler: StepSampler
@@ -300,6 +301,10 @@ class TorchNames(TorchDDP):
 
     _ddp_sink_clone = True
     broadcast_bucket_size = BROADCAST_BYTES
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if gradients of the module's parameters would not be averaged."""
+        raise NotImplementedError
 
     # --------------------------------------------------------------------------- attributes
 

@@ -180,8 +180,11 @@ class Unit:
     def ensure_end(self, end: EndOfBackward) -> None:
         """Call ``end`` at the end of this backward if FSDP will not notice it.
 
-        FSDP skips its own callback when only submodules of a unit ran.
+        FSDP skips its own callback when only submodules of a unit ran. A pipeline reduces after
+        its backwards, and calls FSDP's callback itself.
         """
+        if torch._C._current_graph_task_id() < 0:  # noqa: SLF001
+            return
         state = self._state()
         assert state is not None
         if not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
@@ -27,6 +28,24 @@ namespace {
       "gradients unsynchronized. Switch it off (torch._dynamo.config.compiled_autograd = False); "
       "torch.compile of the module or of the wrapper works.");
 }
+
+// Calls a function when a gradient reaches an output.
+class OutputHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OutputHook(std::function<void()> function) : function_(std::move(function)) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    function_();
+    return gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    refuse_compiled_autograd(args);
+  }
+
+ private:
+  std::function<void()> function_;
+};
 
 // Whether a parameter's reference to its accumulator is to this one, without counting references.
 // Its type depends on torch's version.
@@ -204,13 +223,13 @@ Reducer::~Reducer() {
 
 // ----------------------------------------------------------------------------------- collecting
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale) {
+void Reducer::begin_step(const std::vector<at::Tensor>& outputs, double scale) {
   check_complete(
       "Expected to have finished reduction in the prior iteration before starting a new one. ");
 
   // Without the lock: the graph may be large, and nothing here depends on the step.
   std::vector<size_t> unreachable;
-  if (options_.graph_may_change() && !accumulators_.empty()) {
+  if ((options_.graph_may_change() || is_learning()) && !accumulators_.empty()) {
     at::RecordFunction range(at::RecordScope::FUNCTION);
     if (range.isActive()) {
       range.before("commhooks: search_unused_parameters");
@@ -222,26 +241,35 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
       }
     }
   }
+  const bool reaches_none = unreachable.size() == parameters_.size();
+  if (!options_.graph_may_change()) {
+    unreachable.clear();
+  }
 
+  int64_t announcement = 0;
   {
     Lock lock = pipeline_.lock();
     if (accumulators_.empty()) {
       return;  // remove_autograd_hooks() was called
     }
     pipeline_.begin_step_locked(lock, {.scale = scale}, std::move(unreachable));
+    announcement = ++announcements_;
+    has_begun_ = false;
+    knows_outputs_ = std::any_of(
+        outputs.begin(), outputs.end(), [](const at::Tensor& output) { return output.grad_fn(); });
+    reaches_none_ =
+        needs_outputs() && (reaches_none || tracker_.absent().size() == parameters_.size());
   }
 
-  if (needs_outputs()) {
-    // Runs before any gradient of a parameter, in the outermost backward, and also on a rank whose
-    // outputs do not depend on any parameter.
-    for (const auto& output : outputs) {
-      if (output.grad_fn()) {
-        output.register_hook([weak = weak_from_this()](const at::Tensor& /*grad*/) {
-          if (auto reducer = weak.lock()) {
-            reducer->in_backward([&] { reducer->on_backward_start(); });
-          }
-        });
-      }
+  const torch::autograd::Node* last = nullptr;
+  for (const auto& output : outputs) {
+    const auto& node = output.grad_fn();
+    if (node && std::exchange(last, node.get()) != node.get()) {
+      node->add_pre_hook(std::make_unique<OutputHook>([weak = weak_from_this(), announcement] {
+        if (auto reducer = weak.lock()) {
+          reducer->in_backward([&] { reducer->on_backward_start(announcement); });
+        }
+      }));
     }
   }
 }
@@ -260,6 +288,7 @@ void Reducer::match_backward(const std::vector<bool>& skipped) {
       }
     }
     pipeline_.begin_step_locked(lock, {.store = GradientStore::nowhere()}, std::move(unused));
+    reaches_none_ = true;
     tracker_.take_absent();
     if (!tracker_.is_learning()) {
       for (const size_t index : pipeline_.buckets().order) {
@@ -272,20 +301,35 @@ void Reducer::match_backward(const std::vector<bool>& skipped) {
   pipeline_.finalize_backward();
 }
 
-void Reducer::on_backward_start() {
+// Runs before any gradient of a parameter, in the outermost backward, and also on a rank whose
+// outputs depend on no parameter; also in torch.autograd.grad(), which accumulates no gradients.
+void Reducer::on_backward_start(int64_t announcement) {
+  bool was_doubtful = false;
   bool begins = false;
   {
     Lock lock = pipeline_.lock();
-    if (!is_collecting_locked()) {
-      return;
+    if (announcement == announcements_ && tracker_.expects_local()) {
+      was_doubtful = !std::exchange(has_begun_, true);
     }
-    begins = begin_backward_locked(lock);
-    mark_absent_locked();
+    if (needs_outputs() && is_collecting_locked()) {
+      begins = begin_backward_locked(lock);
+      if (reaches_none_) {
+        mark_absent_locked();
+      }
+    }
+  }
+  if (was_doubtful) {
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+      if (auto reducer = weak.lock()) {
+        const Lock lock = reducer->pipeline_.lock();
+        reducer->has_begun_ = false;
+      }
+    });
   }
   if (begins) {
     queue_backward_end();
+    pipeline_.launch_ready_buckets();
   }
-  pipeline_.launch_ready_buckets();
 }
 
 // What is to be done about a gradient without the lock.
@@ -319,7 +363,7 @@ Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
   Gradient gradient;
   Lock lock = pipeline_.lock();
   pipeline_.note_use_locked(index);
-  if (!is_collecting_locked()) {
+  if (is_local_locked()) {
     gradient.is_left_out =
         pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
     return gradient;
@@ -398,7 +442,7 @@ void Reducer::on_backward_end() {
   {
     const Lock lock = pipeline_.lock();
     tracker_.end_backward();
-    if (!is_collecting_locked()) {
+    if (!is_collecting_locked() || (awaits_backward_locked() && !reaches_none_)) {
       return;
     }
     if (tracker_.is_learning()) {

@@ -18,7 +18,7 @@ using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at
 
 // Note [How a gradient travels]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-//   1. `prepare_for_backward` (from forward): Idle -> Collecting.
+//   1. `begin_step` (from forward): Idle -> Collecting.
 //   2. Autograd accumulates a parameter's gradient and calls `on_gradient`, which counts down the
 //      parameter's bucket.
 //   3. `launch_ready_buckets`: each complete bucket is packed and handed to the hook after all
@@ -55,13 +55,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // --- between steps ---
 
-  // Announces that the next backward synchronizes. `outputs`: the outputs of forward if
-  // `needs_outputs()`, to find unused parameters; otherwise it may be empty. `scale`: gradients are
-  // multiplied by it before they are averaged. Throws, naming the parameters, if the previous
-  // backward left some without gradients; the reducer is usable afterwards.
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale);
+  // Announces that the next backward synchronizes. `outputs`: the outputs of forward, to find
+  // unused parameters, and to tell its backward from local ones: see `expect_local_gradients`.
+  // `scale`: gradients are multiplied by it before they are averaged. Throws, naming the
+  // parameters, if the previous backward left some without gradients; the reducer is usable
+  // afterwards.
+  void begin_step(const std::vector<at::Tensor>& outputs, double scale);
   bool needs_outputs() const {
     return options_.allows_unused();
+  }
+  // Whether no gradient has come of the backward that `begin_step` has announced.
+  bool awaits_backward() const {
+    const Lock lock = pipeline_.lock();
+    return awaits_backward_locked();
   }
 
   // Takes part in a step of the other ranks with gradients of zero, and does not change `.grad`.
@@ -97,7 +103,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Detaches from autograd: later backwards do not synchronize.
   void remove_autograd_hooks();
 
-  // Does not warn of gradients that no bucket takes until the next `prepare_for_backward`.
+  // Does not warn of gradients that no bucket takes until the next `begin_step`. If that was
+  // before, gradients are local until one reaches an output of the forward that it has announced.
   void expect_local_gradients() {
     const Lock lock = pipeline_.lock();
     tracker_.expect_local();
@@ -154,7 +161,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_collecting_locked() const {
     return pipeline_.phase_locked() == Phase::Collecting;
   }
-  void on_backward_start();
+  bool awaits_backward_locked() const {
+    return is_collecting_locked() && !tracker_.any();
+  }
+  bool is_learning() const {
+    const Lock lock = pipeline_.lock();
+    return tracker_.is_learning();
+  }
+  bool is_local_locked() const {
+    return !is_collecting_locked() ||
+        (!tracker_.any() && tracker_.expects_local() && knows_outputs_ && !has_begun_);
+  }
+  void on_backward_start(int64_t announcement);
   void on_gradient(size_t index);
   Gradient note_gradient(size_t index, Turn::Helper& helper);
   // Returns whether `queue_backward_end` is to be called once the lock is released.
@@ -180,6 +198,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   GradientTracker tracker_;
   BucketPipeline pipeline_;
   Accumulators accumulators_;
+  int64_t announcements_ = 0;
+  bool knows_outputs_ = false;  // of the forward that was announced last,
+  bool has_begun_ = false;      // and whether a gradient has reached one of them, if in doubt
+  bool reaches_none_ = false;   // and whether its graph is known to reach no parameter
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // number of completed steps before the next attempt to rebuild
   bool has_warned_ = false;   // see `warn_of_left_out`

@@ -271,7 +271,7 @@ def follow(rank: int, size: int, folder: Path) -> None:
             "ranks_with_the_same_experts": dist.group.WORLD,
         }
 
-    namespaces = [namespace() for _ in range(12)]
+    namespaces = [namespace() for _ in range(13)]
     assert run_page("composing.md", folder, *namespaces) == len(namespaces)
     coming = [namespace() for _ in range(4)]
     for each in coming:

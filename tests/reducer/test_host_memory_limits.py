@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import functools
+import gc
 import itertools
 import os
 import platform
@@ -76,6 +77,7 @@ def no_large_files(bytes_left: int = GRADIENT_BYTES) -> Iterator[None]:
 
 @contextmanager
 def little_address_space(bytes_left: int = 2 * GRADIENT_BYTES) -> Iterator[None]:
+    gc.collect()  # what is freed later would be room
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     with limited(resource.RLIMIT_AS, pages * resource.getpagesize() + bytes_left):
         yield

@@ -36,12 +36,15 @@ def backward(model: nn.Module) -> None:
 
 @contextmanager
 def reading(*readers: Callable[[], object]) -> Iterator[None]:
-    """Call each reader in a loop, on a thread of its own."""
+    """Call each reader in a loop, on a thread of its own.
+
+    With pauses: on idle cores, threads that do not wait could keep the GIL from others for minutes.
+    """
     is_over, failures = threading.Event(), []
 
     def read(reader: Callable[[], object]) -> None:
         try:
-            while not is_over.is_set():
+            while not is_over.wait(1e-5):
                 reader()
         except BaseException as error:
             failures.append(error)
@@ -159,6 +162,7 @@ def call_everything(rank: int, world_size: int) -> tuple[set[str], int, int]:
     arguments: dict[str, tuple[Any, ...]] = {
         "await_after_backward": ([],),
         "match_backward": (engine.skipped_buckets,),
+        "begin_step": ([],),
         "prepare_for_backward": ([],),
         "set_hook": (AverageHook(model.process_group),),
         "set_keys": ([0] * 4,),

@@ -206,8 +206,10 @@ csrc/reducer/bucket_pipeline.h describe the methods.)")
           py::init(&Reducer::create), py::arg("parameters"), py::arg("options"),
           py::arg("process_group"), py::arg("transport") = nullptr)
       .def(
-          "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
-          py::arg("scale") = 1.0, release_gil())
+          "begin_step", &Reducer::begin_step, py::arg("outputs"), py::arg("scale") = 1.0,
+          release_gil())
+      .def_property_readonly(
+          "awaits_backward", py::cpp_function(&Reducer::awaits_backward, release_gil()))
       .def("match_backward", &Reducer::match_backward, py::arg("skipped"), release_gil())
       .def_property_readonly(
           "skipped_buckets",
