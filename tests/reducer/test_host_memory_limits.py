@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import functools
-import gc
 import itertools
 import os
 import platform
@@ -77,36 +76,48 @@ def no_large_files(bytes_left: int = GRADIENT_BYTES) -> Iterator[None]:
 
 @contextmanager
 def little_address_space(bytes_left: int = 2 * GRADIENT_BYTES) -> Iterator[None]:
-    gc.collect()  # what is freed later would be room
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     with limited(resource.RLIMIT_AS, pages * resource.getpagesize() + bytes_left):
         yield
 
 
 @contextmanager
-def few_files() -> Iterator[None]:
-    free = os.dup(0)
-    os.close(free)
-    with limited(resource.RLIMIT_NOFILE, free + 2):
+def no_more_files() -> Iterator[None]:
+    with limited(resource.RLIMIT_NOFILE, 3):
         yield
 
 
 @contextmanager
-def no_access_to_other_processes() -> Iterator[None]:
-    """Be a user that must not open their files, where they are opened.
+def as_another_user() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
-    Not before: that user may not import from the folder of this test.
+
+@contextmanager
+def while_sharing(limit: Callable[[], Any]) -> Iterator[None]:
+    """Set a limit only while memory is shared.
+
+    Nobody may import from the folder of this test as another user, and what is freed after a limit
+    was set leaves room.
     """
 
-    class AsNobody(HostGroup):
-        def connect(self, present: Any) -> None:
-            os.seteuid(65534)
-            try:
-                super().connect(present)
-            finally:
-                os.seteuid(0)
+    class Limited(HostGroup):
+        def __init__(self) -> None:
+            with limit():
+                super().__init__()
 
-    with patch.object(host_memory, "HostGroup", AsNobody):
+        def connect(self, present: Any) -> None:
+            with limit():
+                super().connect(present)
+
+        def check_room(self, shared: int, mapped: int) -> None:
+            with limit():
+                super().check_room(shared, mapped)
+
+    with patch.object(host_memory, "HostGroup", Limited):
         yield
 
 
@@ -140,11 +151,17 @@ OBSTACLES: dict[str, tuple[Callable[[], Any], str]] = {
         r"a file of \d+ bytes \(ulimit -f: \d+ bytes\): File too large",
     ),
     "address space": (
-        little_address_space,
+        functools.partial(while_sharing, little_address_space),
         r"mmap of \d+ bytes \(ulimit -v: \d+ bytes\): Cannot allocate memory",
     ),
-    "open files": (few_files, r"\(ulimit -n: \d+\): Too many open files"),
-    "other user": (no_access_to_other_processes, r"/proc/\d+/fd/\d+: Permission denied"),
+    "open files": (
+        functools.partial(while_sharing, no_more_files),
+        r"\(ulimit -n: \d+\): Too many open files",
+    ),
+    "other user": (
+        functools.partial(while_sharing, as_another_user),
+        r"/proc/\d+/fd/\d+: Permission denied",
+    ),
     "memfd_create": (functools.partial(forbidden, 319), "memfd_create: Operation not permitted"),
     "fallocate": (functools.partial(forbidden, 285), "posix_fallocate .*: Operation not permitted"),
     "pidfd_open": (functools.partial(forbidden, 434), "pidfd_open: Operation not permitted"),
