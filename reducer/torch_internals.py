@@ -309,6 +309,7 @@ class TorchNames(TorchDDP):
     # --------------------------------------------------------------------------- attributes
 
     should_finalize_after_backward = property(attrgetter("require_manual_backward_finalization"))
+    _has_rebuilt_buckets = property(attrgetter("reducer.has_rebuilt_buckets"))
 
     @property
     def forward_sync_buffers(self) -> bool:

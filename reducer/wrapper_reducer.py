@@ -66,6 +66,9 @@ class WrapperReducer(Reducer):
     def _rebuild_buckets(self) -> bool:
         return self.rebuild_buckets()
 
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: the first backward of a static graph averages at its end."""
+
     def _check(self) -> None:
         rank = f"[Rank {self.process_group.rank()}] "
         if schedule := _schedule_of_weights():

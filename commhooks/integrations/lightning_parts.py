@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from commhooks.adapters.dispatch import is_fully_sharded
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
@@ -77,21 +77,6 @@ class TrainerStrategy(WrapperStrategy):
 
     def _register_ddp_hooks(self) -> None:
         self._register(self.model)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepare backward, which manual optimization runs before forward has returned."""
-        model = self.model
-        if (
-            isinstance(model, DistributedDataParallel)
-            and not self.lightning_module.automatic_optimization
-            and model.require_backward_grad_sync
-        ):
-            model.reducer.prepare_for_backward([closure_loss])
-
-    def teardown(self) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self.lightning_module
-        super().teardown()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint:

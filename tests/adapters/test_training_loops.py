@@ -2,10 +2,12 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -132,3 +134,32 @@ def test_discarded_gradients(run_ranks: Any, hook: str, way: str, warned: bool) 
     if warned:
         assert f"'{hook}'" in first[0]
         assert "no_sync()" in first[0]
+
+
+def cached_gradients(rank: int, world_size: int) -> None:
+    """GradCache, as sentence-transformers uses it: a contrastive loss over the batches of all."""
+    results = []
+    for wrapper in WRAPPERS:
+        model = wrapper(net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            chunks = torch.randn(8, 4).chunk(4)
+            with torch.no_grad():
+                embeddings = torch.cat([model(chunk) for chunk in chunks]).requires_grad_()
+            of_ranks = [torch.empty_like(embeddings) for _ in range(world_size)]
+            dist.all_gather(of_ranks, embeddings.detach())
+            of_ranks[rank] = embeddings
+            similarities = torch.cat(of_ranks) @ torch.cat(of_ranks).T
+            similarities.logsumexp(1).mean().backward()
+            for number, gradient in enumerate(embeddings.grad.chunk(4)):
+                with model.no_sync() if number < 3 else nullcontext():
+                    (model(chunks[number]) * gradient).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_cached_gradients(run_ranks: Any) -> None:
+    run_ranks(cached_gradients, 2)

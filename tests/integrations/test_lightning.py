@@ -152,8 +152,8 @@ def trains_as_the_bare_loop(rank: int, size: int, folder: str) -> None:
     from commhooks.integrations.lightning import CommHookCallback, CommHooksStrategy
 
     plain, _ = bare_loop(rank, "int4")
-    for manual in (False, True):
-        module, strategy = make_module(manual=manual), CommHooksStrategy("int4")
+    for manual, options in ((False, {}), (True, {}), (True, {"static_graph": True})):
+        module, strategy = make_module(manual=manual), CommHooksStrategy("int4", **options)
         trainer = make_trainer(strategy, folder)
         trainer.fit(module, loader(rank))
         assert same_bits(dict(module.state_dict()), plain)

@@ -322,6 +322,7 @@ def manual(rank: int, world_size: int, delay: bool) -> None:
         model.finalize_backward()
     assert model.should_finalize_after_backward
     assert not reference.should_finalize_after_backward
+    assert reference._has_rebuilt_buckets
     model(inputs_of(rank)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call finalize_backward\(\)"):
         model(inputs_of(rank))
