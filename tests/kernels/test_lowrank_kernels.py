@@ -219,6 +219,7 @@ def tall(side: Side, factors: Tensor) -> Tensor:
     return factors if side is Side.LEFT else factors.mT
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", Side)
 def test_bases_of_tall_factors_are_those_of_lapack_but_for_signs(side, dtype):
@@ -255,6 +256,7 @@ def test_bases_of_tall_factors_do_not_depend_on_other_matrices(side):
             assert same_bits(basis, found.flatten())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", Side)
 def test_bases_of_dependent_columns_of_tall_factors_are_orthonormal(side, dtype):
