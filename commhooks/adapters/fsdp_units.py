@@ -183,11 +183,9 @@ class Unit:
         FSDP skips its own callback when only submodules of a unit ran. A pipeline reduces after
         its backwards, and calls FSDP's callback itself.
         """
-        if torch._C._current_graph_task_id() < 0:  # noqa: SLF001
-            return
         state = self._state()
         assert state is not None
-        if not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
+        if _is_in_backward() and not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
             Variable._execution_engine.queue_callback(functools.partial(end, True))  # noqa: SLF001
 
     def collective(self, name: str) -> Any:
@@ -278,9 +276,9 @@ def is_root(model: nn.Module) -> bool:
 def on_end_of_backward(model: nn.Module, end: EndOfBackward) -> None:
     """Call ``end`` at the end of each backward, when FSDP has finished all units."""
     for state in _states(model):
-        state._root_post_backward_final_callback = functools.partial(  # noqa: SLF001
-            _finish, weakref.ref(state), end
-        )
+        for name in ("_root_post_backward_final_callback", "wait_for_gradient_reduction"):
+            if hasattr(state, name):  # torch 2.15 has both
+                setattr(state, name, functools.partial(_finish, name, weakref.ref(state), end))
 
 
 def on_optimizer_step(owner: Any, units: Iterable[Unit]) -> None:
@@ -295,13 +293,19 @@ def on_optimizer_step(owner: Any, units: Iterable[Unit]) -> None:
     weakref.finalize(owner, register_optimizer_step_post_hook(note).remove)
 
 
-def _finish(state: Any, end: EndOfBackward) -> None:
+def _finish(name: str, state: Any, end: EndOfBackward, *args: Any) -> None:
     try:
-        type(state())._root_post_backward_final_callback(state())  # noqa: SLF001
+        getattr(type(state()), name)(state(), *args)
     except BaseException:
         end(False)
         raise
-    end(True)
+    # In a backward, the callback waits itself, and what comes after that must not be skipped.
+    if name != "wait_for_gradient_reduction" or not _is_in_backward():
+        end(True)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0  # noqa: SLF001
 
 
 _Mark: TypeAlias = tuple[int, int, int] | None
