@@ -14,9 +14,6 @@ from commhooks.comm.private_groups import PrivateGroups
 from commhooks.testing import run_ranks
 
 CUDA = torch.device("cuda", 0)
-several = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="one GPU: NCCL refuses two ranks on one device"
-)
 
 
 def use_a_private_communicator(rank: int, size: int, cycles: int) -> None:
@@ -87,7 +84,6 @@ def lose_a_peer(die: Any, hook: str) -> None:
         die()
 
 
-@several
 @pytest.mark.parametrize("hook", ["allreduce", "int8"])
 def test_a_peer_that_dies(hook: str) -> None:
     with DyingRanks(2) as ranks:

@@ -79,11 +79,10 @@ def test_equals_torchs_with_two_ranks_on_one_device(options: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_equals_torchs_on_all_devices(options: str) -> None:
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip("one device only")
-    run_ranks(equals_torchs, count, torch.float32, OPTIONS[options], backend="nccl", timeout=60)
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_torchs_with_several_ranks_on_nccl(size: int, options: str) -> None:
+    """Ranks share devices if there are fewer: see take_device."""
+    run_ranks(equals_torchs, size, torch.float32, OPTIONS[options], backend="nccl", timeout=120)
 
 
 # ------------------------------------------------------------------------------------ streams
