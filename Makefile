@@ -12,6 +12,7 @@ PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
 ENVIRONMENTS ?= $(CURDIR)/build/environments
 GPU_RESULTS ?= bench/results
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -109,8 +110,8 @@ matrix: override export PYTEST_ARGS := $(WORKERS) $(PYTEST_ARGS)
 matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one
 	.ci/matrix
 
-gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and its packages
-	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
+gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) (GPU_ARGS="--part build --part tests")
+	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS) $(GPU_ARGS)
 
 # nvcc is the machine's, or comes from the package index.
 cuda: $(WITH)nvrtc$(if $(shell command -v nvcc),,$(COMMA)nvcc) ## Compile every CUDA source to machine code; a warning is an error

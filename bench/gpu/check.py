@@ -3,8 +3,10 @@
 Takes under nine minutes, without a network, with the Python that runs it and the packages it has.
 Apart from the build, stages do not depend on each other; a stage that hangs is killed at its limit.
 After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves the
-results so far, and a stage that fails leaves its log there. Exits with 1 if anything failed. What
-the machine does not have is left out.
+results so far, with what was not begun, and a stage that fails leaves its log there. Exits with 1
+if anything failed. What the machine does not have is left out.
+
+``--part NAME`` runs one stage only, several times for several, and adds to the results of the day.
 """
 
 import argparse
@@ -112,7 +114,10 @@ def stages() -> list[Stage]:
             for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
         ),
         Stage("tests", (*tests, *TESTS), 120, kernels, may_time_out=not workers),
-        Stage("conformance", (*tests, CONFORMANCE), 120, kernels, may_time_out=not workers),
+        Stage("conformance", (*tests, CONFORMANCE, "-k", "gloo"), 120, kernels,
+              may_time_out=not workers),
+        Stage("conformance nccl", (*tests, CONFORMANCE, "-k", "nccl"), 200, kernels,
+              may_time_out=not workers),
         Stage("streams", (*tests, ONE_RANK), 90, kernels, watched, may_time_out=not workers),
         *(
             Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds,
@@ -175,15 +180,38 @@ def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[St
         yield result
 
 
+def begin(planned: Sequence[Stage], machine: dict[str, Any], target: Path) -> dict[str, Any]:
+    """Return the run that ``target`` has of this device and code, or a new one.
+
+    The planned stages are in it as not begun.
+    """
+    path = target.with_suffix(".json")
+    run = json.loads(path.read_text()) if path.exists() else {}
+    same = ("devices", "device_code", "versions")
+    if any(run.get("machine", {}).get(key) != machine.get(key) for key in same):
+        run = {"date": target.name[:10], "stages": [], "benchmarks": []}
+    run["machine"] = machine
+    for stage in planned:
+        put(run["stages"], "name", asdict(StageResult(stage.name, "left out", 0.0, "not begun")))
+    path.write_text(json.dumps(run, indent=1) + "\n")
+    return run
+
+
+def put(rows: list[dict[str, Any]], key: str, row: dict[str, Any]) -> None:
+    """Replace the row of the same name, or add one."""
+    names = [each[key] for each in rows]
+    place = names.index(row[key]) if row[key] in names else len(rows)
+    rows[place : place + 1] = [row]
+
+
 def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
-    """Add a result to the run and write its file, and the log of a failure beside it."""
-    run["stages"].append(asdict(result))
-    run["benchmarks"] = [
-        {key: row[key] for key in ("group", "name", "extra_info")}
-        for path in sorted(WORK.glob("test_gpu_*.json"))
-        if path.stat().st_size  # else the benchmarks have not ended
-        for row in json.loads(path.read_text())["benchmarks"]
-    ]
+    """Put a result into the run and write its file, and the log of a failure beside it."""
+    put(run["stages"], "name", asdict(result))
+    for path in sorted(WORK.glob("test_gpu_*.json")):
+        if path.stat().st_size:  # else the benchmarks have not ended
+            for row in json.loads(path.read_text())["benchmarks"]:
+                kept = {key: row[key] for key in ("group", "name", "extra_info")}
+                put(run["benchmarks"], "name", kept)
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
@@ -194,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--part", action="append", choices=[each.name for each in stages()])
     options = parser.parse_args(arguments)
     if absent := missing(NEEDED):
         print(f"{sys.executable}: {', '.join(absent)}: install them first", file=sys.stderr)
@@ -203,15 +232,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: there is nothing to check; `make cuda` compiles", file=sys.stderr)
         return 2
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
+    planned = [each for each in stages() if not options.part or each.name in options.part]
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    run: dict[str, Any] = {"date": date, "machine": describe(ROOT), "stages": []}
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     options.output.mkdir(parents=True, exist_ok=True)
     target = options.output / f"{date}-{device}"
+    if not options.part:  # all anew, the compiled kernels as well
+        shutil.rmtree(WORK, ignore_errors=True)
+        target.with_suffix(".json").unlink(missing_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    run = begin(planned, describe(ROOT), target)
     is_bad = False
-    for result in run_all(stages(), SECONDS, WORK):
+    for result in run_all(planned, SECONDS, WORK):
         save(run, result, target)
         is_bad |= result.is_bad
     print(f"written: {target}.json; `python -m bench.results_page` and `make results` show it")

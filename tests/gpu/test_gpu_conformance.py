@@ -9,6 +9,8 @@ import commhooks
 from commhooks.testing import check_hook
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_conformance(name: str, options: dict[str, object]) -> None:
-    check_hook(functools.partial(commhooks.create, name, **options), device="cuda", timeout=60)
+def test_conformance(name: str, options: dict[str, object], backend: str) -> None:
+    factory = functools.partial(commhooks.create, name, **options)
+    check_hook(factory, device="cuda", backend=backend, timeout=60)

@@ -87,7 +87,7 @@ def test_there_are_tests_for_every_stage() -> None:
         stage.name for stage in planned
     }
     found = {stage.name: collect(stage) for stage in planned if "pytest" in stage.command}
-    assert len(found) == 9
+    assert len(found) == 10
     for stage, (code, last_line) in found.items():
         assert code == 0, (stage, last_line)
         assert re.search(r"\d+ tests collected", last_line), (stage, last_line)
@@ -176,6 +176,11 @@ def test_files_of_a_run(clock: Clock, tmp_path: Path, monkeypatch: pytest.Monkey
     clock.bad = ()
     assert check.main(["--output", str(tmp_path)]) == 0
     assert len(json.loads(path.read_text())["stages"]) == len(names)  # begins anew
+    clock.bad = ("streams",)
+    assert check.main(["--output", str(tmp_path), "--part", "streams", "--part", "tests"]) == 1
+    found = {row["name"]: row["status"] for row in json.loads(path.read_text())["stages"]}
+    assert list(found) == names
+    assert [name for name, status in found.items() if status != "passed"] == ["streams"]
     text = "\n".join(sections(json.loads(path.read_text())))
     assert text.startswith("A device, Python 3.12, torch 2.11.0.")
     assert "| bench steps" in text
@@ -191,6 +196,20 @@ MACHINE = {
     "versions": {"torch": "2.11.0", "cupy": None},
     "commit": None,
 }
+
+
+def test_a_part_of_other_code_begins_anew(tmp_path: Path) -> None:
+    """What a part has not begun when it is cut off is in its file."""
+    planned = [Stage("one", (), 5.0), Stage("two", (), 5.0)]
+    target = tmp_path / "2026-01-01-a-device"
+    run = check.begin(planned, MACHINE | {"device_code": "a"}, target)
+    check.save(run, StageResult("one", "passed", 1.0, "end"), target)
+    rows = json.loads(target.with_suffix(".json").read_text())["stages"]
+    assert [row["last_line"] for row in rows] == ["end", "not begun"]
+    run = check.begin(planned[1:], MACHINE | {"device_code": "a"}, target)
+    assert [row["name"] for row in run["stages"]] == ["one", "two"]
+    run = check.begin(planned[1:], MACHINE | {"device_code": "b"}, target)
+    assert [row["name"] for row in run["stages"]] == ["two"]
 
 
 def test_what_is_missing_or_too_old_is_named() -> None:
