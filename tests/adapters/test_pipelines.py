@@ -215,6 +215,12 @@ def without_a_backward(rank: int, world_size: int) -> None:
     gathered = [torch.empty_like(gradient) for _ in range(world_size)]
     dist.all_gather(gathered, gradient)
     assert torch.equal(*gathered)
+    assert model.reducer.has_rebuilt_buckets  # so steps were prepared
+    model.module[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    with model.no_sync():
+        output = model(batch(rank, 4))
+    with pytest.raises(RuntimeError, match=r'"0\.weight" was replaced'):
+        model.reducer.prepare_for_backward([output])
 
 
 def test_a_step_without_a_backward_is_an_error_of_the_next(run_ranks: Any) -> None:
