@@ -1,4 +1,4 @@
-"""What is only here because torch's wrapper has it: names, logging data, and torch.compile.
+"""Parts that only exist because torch's wrapper has them: names, logging data, torch.compile.
 
 The engine needs none of it. Torch's own code, some libraries and many scripts read these names.
 """

@@ -36,7 +36,7 @@ _MOST_NAMES = 20
 
 
 class TrainedParameters:
-    """What the module of a wrapper contained when it was last compared."""
+    """Contents of a wrapper's module at its last comparison."""
 
     _dicts: list[dict[str, Any]]  # of modules and parameters
     _values: list[Any]

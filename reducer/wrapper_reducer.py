@@ -30,7 +30,7 @@ class Wrapper(Protocol):
 
 
 class WrapperReducer(Reducer):
-    """What a wrapper has for torch's ``reducer``.
+    """The ``reducer`` of a wrapper, with methods of torch's.
 
     ``wrapper``: set by the wrapper.
     """

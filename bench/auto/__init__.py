@@ -1,1 +1,1 @@
-"""What the hook ``auto`` is worth: ``python -m bench.auto``."""
+"""Benefit of the hook ``auto``: ``python -m bench.auto``."""

@@ -1,4 +1,4 @@
-"""What ``auto`` is worth: ``python -m bench.auto RESULT.json [POINT ...]``, as root.
+"""Benefit of ``auto``: ``python -m bench.auto RESULT.json [POINT ...]``, as root.
 
 Measures the points that the file lacks, by default all of them: ``auto`` and what it is compared
 with, in turn, in the same processes. Each point is written when it ends, so the command may be
@@ -37,7 +37,7 @@ EFFORT = {
     "error_steps": 4,
     "error_after": 15,  # steps before the error of a uniform setting is measured
 }
-"""How much is measured."""
+"""Amount of measurement."""
 
 
 def measure(point: Point, uniform: Sequence[str]) -> Row:

@@ -1,4 +1,4 @@
-"""What the measurements say, for the page of results."""
+"""Tables of the measurements, for the page of results."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

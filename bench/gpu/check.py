@@ -73,7 +73,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageResult:
-    """How a stage ended: "passed", "failed", "timed out" or "left out".
+    """Outcome of a stage: "passed", "failed", "timed out" or "left out".
 
     ``last_line``: of its output, without the frame that pytest draws around it, or the reason.
     """

@@ -1,4 +1,4 @@
-"""What all benchmarks here need."""
+"""Fixtures of all benchmarks here."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a run of ``make gpu-check`` found, and the figures that other pages quote."""
+"""Results of a run of ``make gpu-check``, and the figures that other pages quote."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

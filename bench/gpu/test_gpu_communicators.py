@@ -1,4 +1,4 @@
-"""What a communicator of NCCL costs, and the host time of a collective, on one rank."""
+"""Cost of a communicator of NCCL, and the host time of a collective, on one rank."""
 
 import statistics
 import time

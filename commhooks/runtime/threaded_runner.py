@@ -27,7 +27,7 @@ from commhooks.runtime.side_stream import SideStream
 from reducer import GradBucket
 
 _GRACE_SECONDS = 2.0
-"""Most of what is on its way when a peer goes fails or completes within this time."""
+"""Grace period for in-flight operations after a peer failure."""
 
 _EXCHANGE_GRACE_SECONDS = 30.0
 """Without a vote, a peer may have completed all, and leave, while this rank still receives."""

@@ -610,7 +610,7 @@ void BucketPipeline::abandon() noexcept {
     }
     is_drained_elsewhere = phase_ == Phase::Draining && !turn_.is_open();
     if (is_drained_elsewhere) {
-      helper.begin();  // the step does not end before this thread has spoken to the hooks
+      helper.begin();  // the step does not end before the hooks have been told
     }
     phase_ = Phase::Abandoned;
     tracker_.expect_local();  // the rest of the backward that has failed
