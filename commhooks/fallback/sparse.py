@@ -149,8 +149,9 @@ def _ascends(indices: Integers, numel: int) -> bool:
 
 
 def _check_range(indices: Tensor, numel: int) -> None:
-    if indices.numel() > 0 and not 0 <= indices[0] <= indices[-1] < numel:
-        raise RuntimeError(f"Expected indices below {numel}, found {indices[[0, -1]].tolist()}.")
+    ends = indices[:: max(indices.numel() - 1, 1)].tolist()  # numel may be beyond their dtype
+    if ends and not 0 <= ends[0] <= ends[-1] < numel:
+        raise RuntimeError(f"Expected indices below {numel}, found {ends}.")
 
 
 def _whole_words(bits: int) -> int:

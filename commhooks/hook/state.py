@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 AcrossRanks = Literal["own", "averageable", "same"]
-"""Contents of the same field on other ranks: unrelated numbers; numbers that can be replaced by their
-mean over the ranks, as errors can; or the same numbers."""
+"""Contents of the same field on other ranks: unrelated numbers; numbers that can be replaced by
+their mean over the ranks, as errors can; or the same numbers."""
 
 _FLOATS = (torch.float32, torch.float64)
 

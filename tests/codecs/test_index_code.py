@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commhooks.codecs.index_code import IndexCode
@@ -36,6 +36,8 @@ def written(code: IndexCode, indices: list[int]) -> bytes:
 
 
 @given(index_sets())
+@example((2_113_929_217, [0]))  # its bitmap covers 2**31 elements
+@example((5, [4]))
 def test_bytes_are_as_documented(case):
     numel, chosen = case
     code = IndexCode.shortest(numel, len(chosen))
