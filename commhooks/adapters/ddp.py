@@ -90,7 +90,10 @@ class DDPAdapter(Adapter):
             before_step = None
             if isinstance(target, Runner):
                 discarded = None if changes_parameters else DiscardedGradients(self, hook.name)
-                before_step = functools.partial(self._before_step, hook, target, discarded)
+                runs_in_cpp = None  # the adapter would be in a cycle, and outlive the model
+                if isinstance(hook, ChangesToNative):
+                    runs_in_cpp = functools.partial(self._choose_path, hook, target)
+                before_step = functools.partial(_before_step, hook, target, runs_in_cpp, discarded)
             self._registration.install(
                 target,
                 name=hook.name,
@@ -107,15 +110,6 @@ class DDPAdapter(Adapter):
         self._reducer.reset_stats()
         self._first_step = self.steps
         self._stands_in = False
-
-    def _before_step(
-        self, hook: CommHook, runner: Runner, discarded: DiscardedGradients | None
-    ) -> None:
-        is_native = isinstance(hook, ChangesToNative) and self._choose_path(hook, runner)
-        if not is_native:
-            runner.check_capture()
-        if discarded is not None and any(each.state for each in tree(hook)):
-            discarded.before_step()
 
     def _choose_path(self, hook: ChangesToNative, runner: Runner) -> bool:
         """Let a hook in C++ average the next step in place of the runner, or the runner again."""
@@ -206,3 +200,15 @@ class DDPAdapter(Adapter):
 def _recover(hook: CommHook, target: Runner | NativeHook) -> None:
     with nullcontext() if isinstance(target, NativeHook) else target.between_steps():
         hook.recover()
+
+
+def _before_step(
+    hook: CommHook,
+    runner: Runner,
+    runs_in_cpp: Callable[[], bool] | None,
+    discarded: DiscardedGradients | None,
+) -> None:
+    if runs_in_cpp is None or not runs_in_cpp():
+        runner.check_capture()
+    if discarded is not None and any(each.state for each in tree(hook)):
+        discarded.before_step()

@@ -1,7 +1,9 @@
 """Training loops that a hook cannot follow."""
 
 import copy
+import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -163,3 +165,24 @@ def cached_gradients(rank: int, world_size: int) -> None:
 
 def test_cached_gradients(run_ranks: Any) -> None:
     run_ranks(cached_gradients, 2)
+
+
+def is_freed(rank: int, world_size: int, hook: str) -> bool:
+    model, optimizer = wrapped(DistributedDataParallel, hook)
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter = weakref.ref(commhooks.handle_of(model).adapter)
+    gc.collect()
+    gc.disable()
+    del model, optimizer
+    freed = adapter() is None
+    gc.enable()
+    return freed
+
+
+@pytest.mark.parametrize("hook", ["int8", "gossip"])
+def test_checks_do_not_keep_a_dropped_model(run_ranks: Any, hook: str) -> None:
+    """Not even until the next collection of garbage."""
+    assert run_ranks(is_freed, 2, hook) == [True, True]
