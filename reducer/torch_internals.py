@@ -302,10 +302,6 @@ class TorchNames(TorchDDP):
     _ddp_sink_clone = True
     broadcast_bucket_size = BROADCAST_BYTES
 
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if gradients of the module's parameters would not be averaged."""
-        raise NotImplementedError
-
     # --------------------------------------------------------------------------- attributes
 
     should_finalize_after_backward = property(attrgetter("require_manual_backward_finalization"))

@@ -127,9 +127,12 @@ def _is_in_use(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         nodes = [getattr(module.get_submodule(owner), last).grad_fn]
     except AttributeError:
         return False
+    seen = {None}
     while nodes:
-        if (node := nodes.pop()) is not None:
-            if getattr(node, "variable", None) is parameter:
-                return True
-            nodes += [following for following, _ in node.next_functions]
+        if (node := nodes.pop()) in seen:
+            continue
+        if getattr(node, "variable", None) is parameter:
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
     return False

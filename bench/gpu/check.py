@@ -190,28 +190,31 @@ def begin(planned: Sequence[Stage], machine: dict[str, Any], target: Path) -> di
     same = ("devices", "device_code", "versions")
     if any(run.get("machine", {}).get(key) != machine.get(key) for key in same):
         run = {"date": target.name[:10], "stages": [], "benchmarks": []}
+        for former in WORK.glob("test_gpu_*.json"):  # figures of other code
+            former.unlink()
     run["machine"] = machine
     for stage in planned:
-        put(run["stages"], "name", asdict(StageResult(stage.name, "left out", 0.0, "not begun")))
+        put(run["stages"], asdict(StageResult(stage.name, "left out", 0.0, "not begun")))
     path.write_text(json.dumps(run, indent=1) + "\n")
     return run
 
 
-def put(rows: list[dict[str, Any]], key: str, row: dict[str, Any]) -> None:
-    """Replace the row of the same name, or add one."""
-    names = [each[key] for each in rows]
-    place = names.index(row[key]) if row[key] in names else len(rows)
+def put(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Replace the row of the same name and group, or add one."""
+    keys = [(each.get("group"), each["name"]) for each in rows]
+    key = row.get("group"), row["name"]
+    place = keys.index(key) if key in keys else len(rows)
     rows[place : place + 1] = [row]
 
 
 def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
     """Put a result into the run and write its file, and the log of a failure beside it."""
-    put(run["stages"], "name", asdict(result))
+    put(run["stages"], asdict(result))
     for path in sorted(WORK.glob("test_gpu_*.json")):
         if path.stat().st_size:  # else the benchmarks have not ended
             for row in json.loads(path.read_text())["benchmarks"]:
                 kept = {key: row[key] for key in ("group", "name", "extra_info")}
-                put(run["benchmarks"], "name", kept)
+                put(run["benchmarks"], kept)
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]

@@ -45,7 +45,7 @@ def check_hook(
     The rules are the functions in :mod:`commhooks.testing.rules`. Rules about the exact mean apply
     to hooks with ``lossless = True``, and rules about equal results on all ranks to hooks with
     ``consensus = True``. ``timeout`` is in seconds per rule. All ranks share the ``device``; on
-    "cuda" with the backend "nccl", each rank uses the device of its number, modulo their number.
+    "cuda" with the backend "nccl", rank r uses device r modulo the number of devices.
 
     In a script, call it under ``if __name__ == "__main__":``, because the other processes import
     the script.

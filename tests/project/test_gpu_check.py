@@ -198,8 +198,9 @@ MACHINE = {
 }
 
 
-def test_a_part_of_other_code_begins_anew(tmp_path: Path) -> None:
+def test_a_part_of_other_code_begins_anew(clock: Clock, tmp_path: Path) -> None:
     """What a part has not begun when it is cut off is in its file."""
+    check.WORK.mkdir()
     planned = [Stage("one", (), 5.0), Stage("two", (), 5.0)]
     target = tmp_path / "2026-01-01-a-device"
     run = check.begin(planned, MACHINE | {"device_code": "a"}, target)
@@ -208,8 +209,14 @@ def test_a_part_of_other_code_begins_anew(tmp_path: Path) -> None:
     assert [row["last_line"] for row in rows] == ["end", "not begun"]
     run = check.begin(planned[1:], MACHINE | {"device_code": "a"}, target)
     assert [row["name"] for row in run["stages"]] == ["one", "two"]
+    figures = check.WORK / "test_gpu_steps.json"
+    figures.write_text(json.dumps({"benchmarks": [{"group": "g", "name": "n", "extra_info": {}}]}))
+    check.save(run, StageResult("two", "passed", 1.0, "end"), target)
+    assert len(run["benchmarks"]) == 1
     run = check.begin(planned[1:], MACHINE | {"device_code": "b"}, target)
+    check.save(run, StageResult("two", "passed", 1.0, "end"), target)
     assert [row["name"] for row in run["stages"]] == ["two"]
+    assert run["benchmarks"] == []  # those of other code
 
 
 def test_what_is_missing_or_too_old_is_named() -> None:
