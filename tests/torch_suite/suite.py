@@ -5,32 +5,25 @@ A test that torch's wrapper does not pass here is skipped.
 
 from __future__ import annotations
 
-import unittest
-
 import pytest
 
-from torch_suite import torch_tests
 from torch_suite.private import REASONS
-
-
-def why_not(case: unittest.TestCase) -> str:
-    """Run a test. Return why it did not pass, or an empty text."""
-    result = unittest.TestResult()
-    case.run(result)
-    for _, text in [*result.errors, *result.failures, *result.skipped]:
-        return text
-    return ""
+from torch_suite.torch_tests import OursOnCpu, TorchOnCpu, TorchTest, all_tests
 
 
 @pytest.mark.parametrize(
-    "name",
+    "test",
     [
-        pytest.param(name, marks=pytest.mark.xfail(reason=REASONS[name]) if name in REASONS else [])
-        for name in torch_tests.names_of_tests()
+        pytest.param(
+            test,
+            id=test.id,
+            marks=pytest.mark.xfail(reason=REASONS[test.id]) if test.id in REASONS else [],
+        )
+        for test in all_tests()
     ],
 )
-def test_of_torch(name: str) -> None:
-    if problem := why_not(torch_tests.OfTorch(name)):
+def test_of_torch(test: TorchTest) -> None:
+    if problem := test.why_not(TorchOnCpu):
         pytest.skip("torch's wrapper does not pass: " + problem.strip().splitlines()[-1])
-    if problem := why_not(torch_tests.OfOurs(name)):
+    if problem := test.why_not(OursOnCpu):
         pytest.fail(problem, pytrace=False)
