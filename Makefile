@@ -56,7 +56,8 @@ test-newest: ## Build HEAD with nvcc for the newest torch (5 GB, kept in ENVIRON
 test-pure: $(WITH)cli,results,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
 
-torch-suite: $(WITH)test ## Run torch's own tests of its wrapper on this project's wrapper
+torch-suite: export TORCH_TESTS ?=
+torch-suite: $(WITH)test ## Run torch's own tests on this project's wrapper (TORCH_TESTS=pytorch/test/distributed adds files)
 	$(BIN)/python -m pytest -c tests/torch_suite/pytest.ini --rootdir . \
 	  tests/torch_suite/suite.py $(PYTEST_ARGS)
 
@@ -89,7 +90,7 @@ format: $(WITH)dev ## Rewrite Python, C++ and CUDA sources in the project's form
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES) $(CUDA_SOURCES)
 
-bench: $(WITH)cli,results ## Run the benchmarks side by side with torch's own
+bench: $(WITH)cli,results,test ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
 
 results: $(WITH)cli,results ## Write the pages of results, their plots, and what pages of hooks take from the code

@@ -4,6 +4,7 @@ python smoke.py compiled|pure
 """
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -41,7 +42,7 @@ def train(rank: int, port: int, wrappers: list[type[nn.Module]]) -> None:
 
 def main(kind: str) -> None:
     requirements = importlib.metadata.requires("commhooks") or []
-    (required,) = (line for line in requirements if line.startswith("torch"))
+    (required,) = (line for line in requirements if re.match("torch[=<>]", line))
     print(f"commhooks {importlib.metadata.version('commhooks')} requires {required}")
     minor = ".".join(torch.__version__.split(".")[:2])
     assert (required == f"torch=={minor}.*") is (kind == "compiled"), required
