@@ -167,10 +167,15 @@ def _of_race(race: Race) -> dict[str, str]:
     return {
         "parameters": _millions(race),
         "loss": f"{race.goal.validation_loss:.3f}",
+        "lowest": f"{race.goal.validation_loss:.2f}",
         "steps": str(race.goal.step),
         "machine": "{cpu}, {cores} cores, torch {torch}, Python {python}".format(**about),
         "table": race_table(race),
         **{f"{short(hook)} step": each.step_text for hook, each in race.courses.items()},
+        **{
+            f"{short(hook)} last loss": f"{each.points[-1].validation_loss:.2f}"
+            for hook, each in race.courses.items()
+        },
         **{short(hook): f"{point.seconds:.0f} s" for hook, point in race.arrivals.items()},
         **{f"{short(hook)} to bf16": _times(race.speed_up(hook, "bf16")) for hook in race.arrivals},
     }

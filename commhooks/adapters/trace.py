@@ -26,7 +26,7 @@ from commhooks.runtime.recording import Recording, Run, Span
 
 Event = dict[str, Any]
 Times = tuple[int, int]
-"""When something began and ended, in nanoseconds."""
+"""Start and end times, in nanoseconds."""
 
 _BACKWARD = 0  # track; that of bucket b is b + 1
 _EXCHANGES = 1_000_000  # track of those that began on bucket 0

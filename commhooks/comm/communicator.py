@@ -124,9 +124,9 @@ class Communicator:
         self.begun: list[Exchange] = []
         """The exchanges that the hook has begun on this bucket, nested hooks included."""
         self.launched: int | torch.Event = 0
-        """When the bucket was handed over: on the CPU in nanoseconds of ``time.monotonic_ns()``, on
-        a device an event on the stream of backward; with times if the hook
-        declares ``times_launches``."""
+        """Time at which the bucket was handed over: on the CPU in nanoseconds of
+        ``time.monotonic_ns()``, on a device an event on the stream of backward; with times if the
+        hook declares ``times_launches``."""
         self._key = key
         self._seed = seed
         self._ranks = ranks

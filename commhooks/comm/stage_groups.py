@@ -76,7 +76,7 @@ class StageGroups:
     """
 
     on_loss: Callable[[int], None] | None = None
-    """If it is set, it is called with the present epoch, on another thread, when a rank goes."""
+    """Callback with the current epoch, called on another thread when a rank leaves; or None."""
     _threads = 1  # per group, because its collectives run one at a time
 
     def __init__(

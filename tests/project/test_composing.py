@@ -273,13 +273,19 @@ def follow(rank: int, size: int, folder: Path) -> None:
 
     namespaces = [namespace() for _ in range(13)]
     assert run_page("composing.md", folder, *namespaces) == len(namespaces)
-    coming = [namespace() for _ in range(4)]
+    coming = [namespace() for _ in range(9)]
     for each in coming:
         each["handle"].remove()
     assert run_page("integrations/coming-from.md", folder, *coming) == len(coming)
-    assert [commhooks.handle_of(each["model"]).hook.name for each in coming] == [
-        "int4", "schedule", "fp16", "topk"
-    ]  # fmt: skip
+    for each, name in zip(coming, COMING_FROM, strict=True):
+        handle = commhooks.handle_of(each["model"])
+        assert handle is not None
+        assert handle.hook.name == name
+        each["model"](torch.randn(2, 64)).sum().backward()
+
+
+COMING_FROM = ["powersgd", "int4", "schedule", "int4", "fp16", "topk", "gossip", "diloco", "bf16"]
+"""The hooks that the blocks of the page leave on their models."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch.jit
