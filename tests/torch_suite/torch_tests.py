@@ -35,18 +35,18 @@ RANKS = 2
 _DEVICES = 4
 _SECONDS = 120
 FILES = [
-    "test_c10d_common.py",
-    "test_c10d_gloo.py",
-    "test_c10d_nccl.py",
-    "test_c10d_pypg.py",
-    "algorithms/ddp_comm_hooks/test_ddp_hooks.py",
-    "algorithms/test_join.py",
-    "optim/test_zero_redundancy_optimizer.py",
-    "_composable/test_replicate.py",
-    "checkpoint/test_state_dict.py",
-    "pipelining/test_composability.py",
-    "test_composability.py",
-    "test_dynamo_distributed.py",
+    "test_c10d_common",
+    "test_c10d_gloo",
+    "test_c10d_nccl",
+    "test_c10d_pypg",
+    "algorithms/ddp_comm_hooks/test_ddp_hooks",
+    "algorithms/test_join",
+    "optim/test_zero_redundancy_optimizer",
+    "_composable/test_replicate",
+    "checkpoint/test_state_dict",
+    "pipelining/test_composability",
+    "test_composability",
+    "test_dynamo_distributed",
 ]
 # Read when torch's tests are imported.
 os.environ |= {
@@ -217,7 +217,7 @@ def all_tests() -> list[TorchTest]:
     ]
     if folder := os.environ.get("TORCH_TESTS"):
         for file in FILES:
-            if (path := Path(folder, file)).exists():
+            if (path := Path(folder, f"{file}.py")).exists():
                 found += _tests_of(path)
     return found
 
