@@ -132,7 +132,7 @@ def measure(
     """
     busy = min(job.ranks_per_machine, cores())
     if ranks is None:
-        with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
+        with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
     ranks.make(RankSide, job, busy)
@@ -177,13 +177,14 @@ class RankSide:
         keys = tuple(map(key_of, self.parameters))
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
-            dist.barrier(self._together)
+            self.job.device.barrier(self._together)
             step = profile(
                 self._model,
                 lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
                 key_of,
                 self.alone,
                 bucket_cap_mb=self.job.bucket_cap_mb,
+                device=self.job.device,
             )
             self._profile = keys, step
         return self._profile[1]
@@ -198,7 +199,7 @@ class RankSide:
             prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
         step = self.profile(partial(bucket_key_of, hook))
         is_native = native_of(create(config), self.alone) is not None
-        dist.barrier(self._together)
+        job.device.barrier(self._together)
         by_size = {
             size: [
                 (share, step.with_hook(trace, is_native=is_native))
@@ -211,6 +212,7 @@ class RankSide:
                     ranks_per_node=job.ranks_per_node,
                     first_step=job.first_step,
                     is_timed=not is_native,  # its work is the engine's, which the profile contains
+                    device=job.device,
                 )
             ]
             for size in sizes
@@ -219,7 +221,7 @@ class RankSide:
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:
-    """Measure with the first two of ``ranks``, while the others are idle."""
+    """Measure with the first two of ``ranks``, on their CPUs, while the others are idle."""
     rates: Gloo = ranks(_measure_pair)[0]
     return rates
 
@@ -236,7 +238,7 @@ class _Chain(CommHook):
 
 
 def _measure_pair(rank: int) -> Gloo | None:
-    pair = dist.new_group([0, 1])
+    pair = dist.new_group([0, 1], backend=Gloo.name)
     if rank > 1:
         return None
     model = wrap(nn.Linear(4, 1, bias=False), process_group=pair)
