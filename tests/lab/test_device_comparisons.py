@@ -8,6 +8,7 @@ import torch
 from support.comparisons import make_comparison
 from support.fake_device import FakeDevice
 
+from bench.measured_hooks import TORCHS
 from commhooks import CommHookError, kernels
 from commhooks.cluster import Device
 from commhooks.costs.backends import NCCL
@@ -120,3 +121,11 @@ def test_a_link_that_is_faster_than_what_was_measured_saves_time() -> None:
     for rate in (1e9, 1e10, 2e10):
         added = study.step_seconds("allreduce", rate) - 1.0
         assert added == pytest.approx(sent_in / rate - 8e9 / 1e10, abs=0.02)
+
+
+def test_other_ways_to_average_take_part() -> None:
+    entry = TORCHS["torch allreduce"]
+    found = compare("support.compared:net", [entry, "bf16"], steps=2, device=FakeDevice())
+    assert found.hooks == ["bare", "torch", "torch allreduce", "bf16"]
+    assert found.row("torch allreduce").error == pytest.approx(0, abs=1e-6)
+    assert found.row("torch allreduce").break_even_bits_per_second is None

@@ -41,7 +41,7 @@ _COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, 
 
 def compare(
     model: str | Callable[..., nn.Module],
-    hooks: Sequence[HookLike],
+    hooks: Sequence[HookLike | Entry],
     *,
     input: str | Callable[..., Any] | None = None,  # noqa: A002
     train: str | Callable[..., Any] | None = None,
@@ -74,7 +74,9 @@ def compare(
         model: the name of a model, or a function of a module that makes one, see
             :class:`commhooks.lab.models.Workload`.
         hooks: texts as :mod:`commhooks.hook.spec` describes them, hooks or their classes, configs,
-            or pairs of a name and a dict of options. Rank processes make hooks of their own.
+            or pairs of a name and a dict of options. Rank processes make hooks of their own. An
+            :class:`commhooks.lab.comparison.entry.Entry` is another way to average, which comes
+            before them and is not predicted.
         input: a function that returns a batch, or its name, see
             :class:`commhooks.lab.models.Workload`.
         train: a function or its name, see Note [Training functions] in remote.py.
@@ -113,12 +115,14 @@ def compare(
     gradient_bytes, precision = check_model(
         workload, world_size if ranks is None else ranks.local_world_size
     )
-    specs, reasons = parse_hook_specs(hooks)  # the module of the model may register hooks
+    own = [each for each in hooks if isinstance(each, Entry)]
+    named = [each for each in hooks if not isinstance(each, Entry)]
+    specs, reasons = parse_hook_specs(named)  # the module of the model may register hooks
     _check_names(specs)
     if not any(spec.text == CAUTIOUS for spec in specs):
         specs.insert(0, hook_spec(CAUTIOUS))
     check_kernels(specs, workload.device)
-    entries = [BARE, TORCH, *map(Entry.of, specs)]
+    entries = [BARE, TORCH, *own, *map(Entry.of, specs)]
     notes = []
     if ranks is None and world_size > cores():
         notes.append(

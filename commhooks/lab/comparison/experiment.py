@@ -328,6 +328,8 @@ class Experiment:
             return
         reasons = {name: found.reason(config) for name, config in configs.items()}
         self.unpredicted = {name: reason for name, reason in reasons.items() if reason}
+        others = figures.keys() - configs.keys() - {BARE.name}
+        self.unpredicted |= dict.fromkeys(others, "it is no hook of commhooks")
         self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
         on_gloo = device.backend == found.gloo.name
         if not on_gloo:
