@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import bucket_key_of, native_of
 from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
@@ -197,8 +195,8 @@ class RankSide:
         hook = create(config)
         with as_launched(job.ranks_per_node):
             prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
-        step = self.profile(partial(bucket_key_of, hook))
-        is_native = native_of(create(config), self.alone) is not None
+        step = self.profile(hook.bucket_key)
+        is_native = create(config).native(self.alone) is not None
         job.device.barrier(self._together)
         by_size = {
             size: [
