@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("world-size", int, "number of ranks"),
         ("link", str, "rate of a link between the ranks, as in 1gbit; 'loopback' for none"),
         ("steps", int, "timed steps of each hook"),
+        ("device", str, "device of the ranks, cpu or cuda"),
     ]:
         group.addoption(f"--hook-{name}", type=kind, help=f"hook_benchmark: {text}")
 
@@ -45,7 +46,7 @@ def hook_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> HookBenchm
         request.config.add_cleanup(stash[_module].close)
     options = {
         name: value
-        for name in ("world_size", "link", "steps")
+        for name in ("world_size", "link", "steps", "device")
         if (value := request.config.getoption(f"hook_{name}")) is not None
     }
     return HookBenchmarks(stash[_module], benchmark, options)

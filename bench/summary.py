@@ -81,6 +81,7 @@ def facts(results: Path) -> dict[str, str]:
         **_averaging(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
         **_comparison(newest(results, "*-compare-1gbit.json")["rows"]),
         **_torch_hooks(newest(results, "*-torch-hooks.json")),
+        "gpu links": _gpu_links(sorted(results.glob("*-shared-links.json"))),
         **gpu_page.facts(next(run for run in gpu_runs if {"stages", "machine"} <= run.keys())),
     }
 
@@ -327,6 +328,23 @@ def _comparison(measured: Sequence[Document]) -> dict[str, str]:
         "loopback int8 to bf16": shares["int8"]["loopback: to `bf16`"],
         **{f"memory {short(hook)}": peak for hook, peak in peaks.items()},
     }
+
+
+def _gpu_links(paths: Sequence[Path]) -> str:
+    if not paths:
+        return "Not yet measured."
+    rows = [row for row in load(paths[-1])["rows"] if row["hook"] != "bare"]
+    return table(
+        {
+            "link": row["link"],
+            "hook": f"`{short(row['hook'])}`",
+            "step": tables.quantity("seconds", row["step_seconds"]),
+            "exposed": tables.quantity("seconds", row["exposed_seconds"]),
+            "memory": f"{row['peak_bytes'] / 1e9:.2f} GB",
+            "sent": f"{row['wire_bytes'] / 1e6:.1f} MB" if row["wire_bytes"] else "not known",
+        }
+        for row in rows
+    )
 
 
 def _torch_hooks(document: Document) -> dict[str, str]:

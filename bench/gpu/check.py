@@ -28,6 +28,7 @@ from bench.gpu.machine import NEEDED, SANITIZER, count_workers, describe, find_s
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu-check"
+LINKS = WORK / "links.json"
 SECONDS = 520.0
 """The time of the whole check."""
 LEAST_SECONDS = 20.0
@@ -118,6 +119,8 @@ def stages() -> list[Stage]:
               may_time_out=not workers),
         Stage("conformance nccl", (*tests, CONFORMANCE, "-k", "nccl"), 200, kernels,
               may_time_out=not workers),
+        Stage("links", (sys.executable, "-m", "bench.gpu.links", str(LINKS)), 240, kernels,
+              may_time_out=True),
         Stage("streams", (*tests, ONE_RANK), 90, kernels, watched, may_time_out=not workers),
         *(
             Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds,
@@ -216,6 +219,8 @@ def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
                 kept = {key: row[key] for key in ("group", "name", "extra_info")}
                 put(run["benchmarks"], kept)
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
+    if (result.name, result.status) == ("links", "passed") and LINKS.exists():
+        shutil.copy(LINKS, target.with_name(f"{target.name}-shared-links.json"))
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
         target.with_name(f"{target.name}-{result.name.replace(' ', '-')}.log").write_bytes(log)

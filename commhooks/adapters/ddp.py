@@ -13,7 +13,7 @@ from commhooks.adapters.training_loop import DiscardedGradients
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import any_declares, bucket_key_of, native_of
+from commhooks.hook.capabilities import any_declares
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, bucket_stats
@@ -80,12 +80,12 @@ class DDPAdapter(Adapter):
         self._reducer.steps = steps
 
     def _stand_in(self, hook: CommHook) -> NativeHook | None:
-        return native_of(hook, self.group)
+        return hook.native(self.group)
 
     def _use(self, hook: CommHook | TorchHook | None, target: Runner | NativeHook | None) -> None:
         if isinstance(hook, CommHook):
             assert target is not None
-            self.regroup(functools.partial(bucket_key_of, hook))
+            self.regroup(hook.bucket_key)
             changes_parameters = any_declares(hook, "changes_parameters")
             before_step = None
             if isinstance(target, Runner):

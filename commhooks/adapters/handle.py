@@ -310,8 +310,10 @@ def _agreed(
         adapter.check(new)
         if isinstance(new, CommHook):
             _prepare(new, adapter)
-        # Without the extension, Gloo's own collectives are used: comm/point_to_point.py.
-        identity = _identity(_as_given(new)) + ("" if KERNELS.is_compiled else ", in NumPy")
+        identity = _identity(_as_given(new))
+        if not KERNELS.is_compiled:
+            # Gloo's own collectives are used then: comm/point_to_point.py.
+            identity += f", without {KERNELS.name}"
     except BaseException as error:
         # Whatever it is: other ranks may have no such error, and would wait.
         failure, identity = error, f"{type(error).__name__}: {error}"

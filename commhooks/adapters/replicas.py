@@ -1,7 +1,7 @@
 """Notice models of ranks that are no longer equal."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,6 @@ from commhooks.hook.base import CommHook, tree
 from reducer.torch_internals import not_compiled
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@runtime_checkable
-class AgreesInSomeSteps(Protocol):
-    """A hook with ``consensus = False`` whose models are equal before some steps."""
-
-    def models_agree(self, step: int) -> bool:
-        """Return whether all ranks have the same model before the step with this number."""
 
 
 class _ReplicaCheck:
@@ -155,10 +147,7 @@ class _Comparison:
 
 def _agrees(hook: object, step: int) -> bool:
     """Return whether all ranks must have the same model before this step."""
-    return not isinstance(hook, CommHook) or all(
-        each.consensus or (isinstance(each, AgreesInSomeSteps) and each.models_agree(step))
-        for each in tree(hook)
-    )
+    return not isinstance(hook, CommHook) or all(each.models_agree(step) for each in tree(hook))
 
 
 def _may_be_uneven(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from commhooks.cluster import CPU, Device
 from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.units import format_duration, format_rate, parse_duration, parse_rate
@@ -70,6 +71,12 @@ RATE = Parsed("rate", parse_rate)
 """``1gbit`` -> bits per second."""
 DURATION = Parsed("duration", parse_duration)
 """``20us`` -> seconds."""
+DEVICE: Mapping[str, Any] = {
+    "type": Parsed("cpu|cuda", Device.choose),
+    "callback": lambda _context, _option, found: Device.choose(found),
+    "help": "What to measure on. Default: cuda, where torch finds a CUDA device, else cpu.",
+}
+"""The attributes of ``--device``, whose value is a :class:`commhooks.cluster.Device`."""
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 import_option = click.option(
@@ -130,6 +137,7 @@ def _option(**attributes: Any) -> Any:
 class Cluster:
     """A cluster, and how a model is trained on it. See :func:`cluster_options`."""
 
+    device: Device = field(metadata=DEVICE)
     world_size: int = _option(type=click.IntRange(min=2), required=True, help="Number of ranks.")
     link: float = _option(
         type=RATE,
@@ -150,14 +158,12 @@ class Cluster:
     )
     backend: str = _option(
         type=click.Choice([Gloo.name, NCCL.name]),
-        default=Gloo.name,
-        show_default=True,
-        help="Library of collectives on the cluster.",
+        help="Library of collectives on the cluster. Default: that of the device.",
     )
     cores: float | None = _option(
         type=_POSITIVE,
         help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
-        "but at least one per rank; with --step-time without limit, as for GPUs.",
+        "but at least one per rank; without limit with --step-time or on a GPU.",
     )
     step_time: float | None = _option(
         type=DURATION,
@@ -174,6 +180,8 @@ class Cluster:
     )
 
     def __post_init__(self) -> None:
+        if not self.backend:
+            object.__setattr__(self, "backend", self.device.backend)
         if self.speed is not None and self.step_time is not None:
             raise click.UsageError("--speed and --step-time say the same; expected one of them")
 
@@ -192,7 +200,7 @@ class Cluster:
     @property
     def cores_of_rank(self) -> float:
         """The cores that the threads of one rank share."""
-        if self.step_time is not None and self.cores is None:
+        if self.cores is None and (self.step_time is not None or self.device != CPU):
             return math.inf
         cores = self.cores or max(cores_here(), self.ranks_per_node)
         return cores / self.ranks_per_node
@@ -207,7 +215,8 @@ class Cluster:
         cores = "unlimited cores" if math.isinf(each) else f"{each:g} cores for each rank"
         return (
             f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
-            f"{format_duration(self.latency)}; predicted\n"
+            f"{format_duration(self.latency)}; predicted "
+            f"from a run on {self.device}\n"
             f"for {self.backend}, {cores}, computing {speed:.3g} times as fast as here"
         )
 

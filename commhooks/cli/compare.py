@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from commhooks.cli.common import (
+    DEVICE,
     FILE,
     IMAGE,
     RATE,
@@ -21,7 +22,7 @@ from commhooks.cli.common import (
     hooks_option,
     model_options,
 )
-from commhooks.cluster import LaunchedRanks
+from commhooks.cluster import Device, LaunchedRanks
 from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
@@ -43,6 +44,7 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
     "hook is written in parentheses: error_feedback:inner=(topk:density=0.01). bf16 is always "
     "added."
 )
+@click.option("--device", **DEVICE)
 @click.option("--world-size", type=int, help="Number of ranks; 2 by default.")
 @click.option(
     "--link",
@@ -68,6 +70,7 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 @click.option("--html", type=FILE, help="Write one page with all tables and plots to this file.")
 def compare(
     input_factory: str | None,
+    device: Device,
     world_size: int | None,
     links: tuple[float, ...],
     predict: bool,
@@ -75,8 +78,9 @@ def compare(
 ) -> None:
     """Measure hooks on a model, beside torch DDP and the bare model.
 
-    Ranks are processes on this machine, on CPU. Each hook is verified before it is timed. Ctrl-C
-    prints what has been measured so far. The last lines say which hook to use.
+    Ranks are processes on this machine. The first line says on which device they computed, the last
+    lines which hook to use. Each hook is verified before it is timed. Ctrl-C prints what has been
+    measured so far.
 
     A hook that fails is left out, and a line says why; the others are measured. The exit status is
     0 if no hook failed, 1 if some did or nothing could be measured, 2 for wrong options, and 130
@@ -92,7 +96,7 @@ def compare(
             "--world-size and --link are for ranks on this machine; torchrun has started the "
             "ranks, and their own network is measured"
         )
-    with LaunchedRanks() if launched else nullcontext() as ranks:
+    with LaunchedRanks(device) if launched else nullcontext() as ranks:
         is_first = ranks is None or ranks.rank == 0
         status = 0
         try:
@@ -100,6 +104,7 @@ def compare(
                 comparison = compare_hooks(
                     **options,
                     input=input_factory,
+                    device=device,
                     world_size=world_size or 2,
                     links=links,
                     measure_links=not predict,

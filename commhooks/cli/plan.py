@@ -24,6 +24,7 @@ from commhooks.cli.common import (
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
+from commhooks.lab.comparison.compare import check_kernels
 from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import BASELINE, Job
 from commhooks.lab.verdict import cost_of_measuring
@@ -98,11 +99,13 @@ def plan(
     job = Job(
         model,
         input_factory,
+        device=cluster.device,
         ranks_per_node=cluster.ranks_per_node,
         bucket_cap_mb=cluster.bucket_cap_mb,
     )
     texts = [spec.text for spec in specs]
     hooks = [*specs, error] if isinstance(error, HookSpec) and error.text not in texts else specs
+    check_kernels(hooks, cluster.device)
     rules = [rule.strip() for rule in exact.split(",") if rule.strip()]
     start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):

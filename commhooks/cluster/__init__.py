@@ -3,7 +3,18 @@
 The test kit, the comparison and the simulation start their ranks here.
 """
 
+from commhooks.cluster.device import CPU, Device, DeviceError
 from commhooks.cluster.ranks import LaunchedRanks, RankCaller, RankPool, Ranks, RankStartError
 from commhooks.cluster.worker import RankError
 
-__all__ = ["LaunchedRanks", "RankCaller", "RankError", "RankPool", "RankStartError", "Ranks"]
+__all__ = [
+    "CPU",
+    "Device",
+    "DeviceError",
+    "LaunchedRanks",
+    "RankCaller",
+    "RankError",
+    "RankPool",
+    "RankStartError",
+    "Ranks",
+]

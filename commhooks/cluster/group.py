@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from commhooks.cluster.device import nccl_environment
 from reducer.backends import GLOO, NCCL, family_named
 
 
@@ -35,6 +36,7 @@ def join_group(
     *,
     backend: str = "gloo",
     hosts_store: bool = False,
+    host: str | None = None,
 ) -> None:
     """Join the default process group whose store is at ``address``; return when all ranks have.
 
@@ -46,23 +48,24 @@ def join_group(
         timeout: of each collective, and of connecting, in seconds.
         backend: "gloo" or "nccl"; with "nccl", each rank takes a CUDA device: :func:`take_device`.
         hosts_store: whether this rank hosts the store.
+        host: the network namespace that stands for a host, if there is one.
     """
     seconds = timedelta(seconds=timeout)
     store = TCPStore(address, port, is_master=hosts_store, timeout=seconds, wait_for_workers=False)
     if family_named(backend) == NCCL:
-        take_device(rank, world_size)
+        take_device(rank, world_size, host)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
     if backend == GLOO:
         dist.barrier()  # a rank that leaves before another one has connected makes that one fail
 
 
-def take_device(rank: int, world_size: int) -> None:
+def take_device(rank: int, world_size: int, host: str | None = None) -> None:
     """Use CUDA device ``rank`` modulo their number in this process. Call it before NCCL is used.
 
-    NCCL refuses two ranks of one host on the same device. If there are fewer devices than ranks,
-    each rank therefore says that it is a host of its own (``NCCL_HOSTID``), and NCCL sends through
-    sockets. This shows that results and order are right. It shows no times of NVLink, and ranks
-    take turns on the device: a small collective takes 5 ms with 2 ranks, 27 ms with 4 (one H200).
+    ``rank`` and ``world_size`` are those on this machine, ``host`` as in
+    :func:`commhooks.cluster.device.nccl_environment`, whose variables are set unless they are
+    already. Ranks that share a device show that results and order are right, and no times of
+    NVLink: they take turns, and a small collective takes 5 ms with 2 ranks, 27 ms with 4 (H200).
 
     Raises RuntimeError if there is no device.
     """
@@ -72,7 +75,6 @@ def take_device(rank: int, world_size: int) -> None:
             f"[rank {rank}] NCCL needs a CUDA device, and torch {torch.__version__} finds none; "
             "use the backend 'gloo'"
         )
-    if world_size > count:
-        os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}, rank {rank}")
-        os.environ.setdefault("NCCL_MNNVL_ENABLE", "0")
+    for name, value in nccl_environment(rank, world_size > count, host).items():
+        os.environ.setdefault(name, value)
     torch.cuda.set_device(rank % count)

@@ -51,6 +51,11 @@ class ShapedLink:
     address: str = f"{_NETWORK}.1"
     """The IP address of host 0."""
 
+    @property
+    def hosts(self) -> list[str]:
+        """The network namespaces of the ranks."""
+        return [prefix[-1] for prefix in self.prefixes]
+
 
 def unavailable() -> str | None:
     """Return why shaped links cannot be made here, or None if nothing is known to be missing.

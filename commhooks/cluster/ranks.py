@@ -33,10 +33,12 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from commhooks.cluster.group import join_group, local_store
+from commhooks.cluster.device import CPU, Device, DeviceError
+from commhooks.cluster.group import join_group, local_store, take_device
 from commhooks.cluster.links import ShapedLink
 from commhooks.cluster.worker import READY, Call, CallResult, RankError
 from commhooks.errors import CommHookError, CommHookPeerError, reason_of
+from reducer.backends import NCCL, family_named
 
 _SERVE = "from commhooks.cluster.worker import serve"
 _LOG_LINES = 30
@@ -103,6 +105,7 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
     Args:
         world_size: number of ranks.
         link: hosts to start the ranks on; None for loopback.
+        device: what the ranks compute on, with its backend.
         threads: number of threads of each rank.
         timeout: of each collective, in seconds. A call ends 10 seconds after that, at the latest.
     """
@@ -112,15 +115,17 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         world_size: int,
         link: ShapedLink | None = None,
         *,
+        device: Device = CPU,
         threads: int = 1,
         timeout: float = 600.0,
     ) -> None:
         self.world_size = world_size
+        self._device = device
         self._timeout = timeout
         self._link = link
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
-        if link is not None:
-            environment["GLOO_SOCKET_IFNAME"] = link.interface
+        interface = "lo" if link is None else link.interface
+        environment = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+        environment["OMP_NUM_THREADS"] = str(threads)
         self._pool = RankPool(link.prefixes if link else (), environment, keep_logs=True)
         self.restart()
 
@@ -128,12 +133,15 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         """Start the ranks as new processes."""
         self._pool.close()
         try:
+            backend = self._device.backend
             if self._link is not None:
                 # The parent is not in the namespaces of the hosts.
-                self(_host_or_join, self.world_size, self._link.address, _PORT, self._timeout)
+                place, hosts = (self._link.address, _PORT), self._link.hosts
+                self(_host_or_join, self.world_size, *place, self._timeout, backend, hosts)
             else:
                 self._store = local_store()
-                self(join_group, self.world_size, "127.0.0.1", self._store.port, self._timeout)
+                place = "127.0.0.1", self._store.port
+                self(join_group, self.world_size, *place, self._timeout, backend=backend)
         except BaseException:
             self.close()
             raise
@@ -155,7 +163,8 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
 
 
 def _host_or_join(rank: int, *args: Any) -> None:
-    join_group(rank, *args, hosts_store=rank == 0)
+    *place, backend, hosts = args
+    join_group(rank, *place, backend=backend, hosts_store=rank == 0, host=hosts[rank])
 
 
 class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
@@ -164,12 +173,23 @@ class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
     ``ranks(fn, ...)`` runs ``fn`` on this rank and returns the results of all ranks, so all come to
     the same decisions. If it raises on one rank, all of them raise that rank's error. If a process
     dies, torchrun ends all of them.
+
+    Args:
+        device: what the ranks compute on. A default process group must have its backend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device = CPU) -> None:
+        self.device = device
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            dist.init_process_group("gloo")
+            if device.backend == NCCL:
+                take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+            dist.init_process_group(device.backend)
+        elif family_named(dist.get_backend()) != device.backend:
+            raise DeviceError(
+                f"expected a process group of {device.backend} for ranks on {device}, found "
+                f"{dist.get_backend()}; pass device= for the group, or end it first"
+            )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -195,7 +215,7 @@ class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
     def _restart(self) -> None:
         """Check that the ranks still answer each other: they are processes of torchrun."""
         try:
-            dist.barrier()
+            self.device.barrier()
         except RuntimeError as error:
             raise CommHookError(
                 "the ranks cannot go on after an error, because they do not answer each other any "

@@ -11,7 +11,7 @@ from commhooks.errors import CommHookError
 from commhooks.hook.options import Limits
 from commhooks.kernels import backend_of, launch
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for
-from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, kernel_name
+from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, block_kernel, kernel_name
 
 BlockSize = Annotated[int, Limits(ge=32, le=4096, multiple_of=32)]
 """Numbers per scale."""
@@ -102,7 +102,7 @@ class BlockCodec:
             own = self._format
             options = (int(own.norm), float(own.levels), float(own.clip))
             sent = (error, messages, messages.size(1), seed, keep_residual)
-            self._launch(f"encode<{own.codes}", values, part_length, len(messages), *sent, *options)
+            self._launch("encode", own.codes, values, part_length, len(messages), *sent, *options)
         if self._rotated and keep_residual:
             rotate(values, part_length, inverse=True)
 
@@ -184,15 +184,21 @@ class BlockCodec:
         finite: Tensor | None = None,
     ) -> None:
         """Decode the mean of each ``count`` messages."""
-        codes = self._format.codes.replace("true", "false")
+        codes = self._format.codes.replace("true", "false")  # how they were rounded is no matter
         received = (messages, count, messages.size(1), kept, finite, self._format.is_vote)
         parts = len(messages) // count
-        self._launch(f"decode<{codes}", values, part_length, parts, *received)
+        self._launch("decode", codes, values, part_length, parts, *received)
 
     def _launch(
-        self, kernel: str, values: Tensor, part_length: int, parts: int, *others: Argument
+        self,
+        kernel: str,
+        codes: str,
+        values: Tensor,
+        part_length: int,
+        parts: int,
+        *others: Argument,
     ) -> None:
-        """Launch a kernel with ``values``, their ``Partition`` and other arguments.
+        """Launch a kernel for ``codes`` with ``values``, their ``Partition`` and other arguments.
 
         See Note [Teams] in kernels/block_codec.cu.
         """
@@ -202,7 +208,7 @@ class BlockCodec:
         is_wide = size > 512
         launch(
             BLOCK_CODEC,
-            f"{kernel}, {TYPES[values.dtype]}>",
+            block_kernel(kernel, codes, TYPES[values.dtype]),
             (values, values.numel(), part_length, blocks, size, lane_bits, *others),
             grid=(blocks if is_wide else blocks_for(blocks, THREADS >> lane_bits), parts, 1),
             block=32 * blocks_for(size, 512) if is_wide else THREADS,

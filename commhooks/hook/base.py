@@ -34,15 +34,15 @@ An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accep
 or its config, also as its default. In ``reduce`` the outer hook awaits ``inner.reduce(bucket,
 comm.within(inner))``. The framework does the rest for nested hooks: ``prepare``, ``recover``,
 ``metrics``, saved states and the check of the backend. A property of a class, such as ``lossless``,
-holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them. What
-else a hook may declare or define is in :mod:`commhooks.hook.capabilities`.
+holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them. The
+flags that a hook may declare are in :mod:`commhooks.hook.capabilities`.
 
 In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
 no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -51,10 +51,11 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.capabilities import check_capabilities, nested_parameters_of
+from commhooks.hook.capabilities import check_capabilities
 from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
+from reducer.native import NativeHook
 
 TensorState = dict[str, dict[str, Tensor]]
 
@@ -131,7 +132,7 @@ class CommHook:
             parameters: the trained parameters by name, in the model's order.
             group: the ranks that train together.
         """
-        of_nested = nested_parameters_of(self, parameters)
+        of_nested = self.nested_parameters(parameters)
         for path, hook in self.nested().items():
             if path in of_nested:
                 hook.prepare(of_nested[path], group)
@@ -139,6 +140,30 @@ class CommHook:
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of ``bucket.buffer()`` over the ranks of ``comm``."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
+        """Return the same hook in C++ for our reducer, None if there is none.
+
+        Only the registered hook is asked, after :meth:`prepare`.
+        """
+        return None
+
+    def bucket_key(self, parameter: str) -> Hashable:
+        """Return a key; parameters with different keys should not share a bucket.
+
+        Called after :meth:`prepare`. This is a preference: torch's wrapper ignores it, and so does
+        ours if it is given another ``group_key``. By default, parameters are kept apart as the
+        nested hooks prefer.
+        """
+        return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
+
+    def models_agree(self, step: int) -> bool:  # noqa: ARG002
+        """Return whether all ranks have the same model before the step with this number.
+
+        :func:`commhooks.check_replicas` compares the models only then. By default if the hook has
+        :attr:`consensus`.
+        """
+        return self.consensus
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:  # noqa: ARG002
         """Return the bytes that each of ``size`` ranks sends for ``bucket``; None if they vary.
@@ -184,10 +209,26 @@ class CommHook:
             for name, value in hook.metrics().items()
         }
 
+    def notes(self) -> list[tuple[int, str]]:
+        """Return what the hook has decided so far, as texts with their steps, in order.
+
+        Called between two steps; the list only grows. TensorBoard shows it.
+        """
+        return []
+
     def nested(self) -> dict[str, "CommHook"]:
         """Return the hooks among the options by path: "stages.1.1" for ``stages[1][1]``."""
         options = {name: getattr(self, name) for name in option_names(type(self))}
         return dict(instances_in(options, CommHook))
+
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return those of this hook's parameters that each nested hook gets, by its path.
+
+        A hook that gets none may be missing. By default, each gets all.
+        """
+        return dict.fromkeys(self.nested(), parameters)
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField] | None:  # noqa: ARG002
         """Return the fields of ``state[parameter]`` for a parameter with such a gradient.
@@ -197,6 +238,17 @@ class CommHook:
         ``state[parameter]`` has when it is loaded, if it exists then.
         """
         return None
+
+    def bucket_fields(self) -> Sequence[StateField]:
+        """Return the fields of ``state[bucket.key]``; none by default."""
+        return ()
+
+    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Add to ``mean`` what one rank's "own" fields contribute to the mean over the ranks.
+
+        Called for each of the ranks that saved a state, when another number of ranks loads it.
+        ``mean`` has the averageable fields of a parameter. By default, own fields are dropped.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""

@@ -1,4 +1,4 @@
-"""Optional declarations and methods of a hook, beyond the contract of :class:`~commhooks.CommHook`.
+"""Flags of a hook, and contracts that few hooks have, beyond :class:`~commhooks.CommHook`.
 
 A *flag* is a class attribute, or a property if it depends on options. A hook without the flag says
 no. Each hook speaks for itself; :func:`any_declares` also asks those nested in it:
@@ -21,22 +21,18 @@ no. Each hook speaks for itself; :func:`any_declares` also asks those nested in 
 - ``tells_contribution``: ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``.
 - ``times_launches``: it uses the time of ``Communicator.launched``.
 
-The classes below are the methods that a hook may define. It need not inherit from them, except from
-:class:`KnowsModel`. What a single client looks for is defined there, such as
-:class:`commhooks.integrations.tensorboard.TakesNotes`.
+Optional methods are in :class:`~commhooks.CommHook`, with their defaults. A hook inherits from
+:class:`KnowsModel` to know more of the model; it has all methods of :class:`Elastic`, or none.
 """
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.errors import CommHookError
-from commhooks.hook.state import StateField
-from reducer.native import NativeHook
 
 Flag: TypeAlias = Literal[
     "capturable",
@@ -53,61 +49,6 @@ Flag: TypeAlias = Literal[
 
 Role: TypeAlias = Literal["embedding", "output"]
 """The role of a parameter in its model, see :func:`commhooks.hook.roles.roles_of`."""
-
-
-@runtime_checkable
-class Native(Protocol):
-    """A hook that also exists in C++."""
-
-    def native(self, group: dist.ProcessGroup) -> NativeHook | None:
-        """Return the same hook in C++ for our reducer, or None if there is none."""
-
-
-@runtime_checkable
-class KeysBuckets(Protocol):
-    """A hook that prefers some parameters not to share a bucket."""
-
-    def bucket_key(self, parameter: str) -> Hashable:
-        """Return a key; parameters with different keys should not share a bucket.
-
-        Called after :meth:`CommHook.prepare`. This is a preference: torch's wrapper ignores it, and
-        so does ours if it is given another ``group_key``. Without this method, parameters are kept
-        apart as the nested hooks prefer.
-        """
-
-
-@runtime_checkable
-class DividesParameters(Protocol):
-    """A hook that gives nested hooks only some of its parameters."""
-
-    def nested_parameters(
-        self, parameters: Mapping[str, Tensor]
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return those of this hook's parameters that each nested hook gets, by its path.
-
-        A hook that gets none may be missing. Without this method, each gets all.
-        """
-
-
-@runtime_checkable
-class KeepsBucketState(Protocol):
-    """A hook that keeps state for whole buckets."""
-
-    def bucket_fields(self) -> Sequence[StateField]:
-        """Return the fields of ``state[bucket.key]``."""
-
-
-@runtime_checkable
-class KeepsOwn(Protocol):
-    """A hook whose "own" fields have a part in the mean over the ranks."""
-
-    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Add to ``mean`` what one rank's "own" fields contribute to the mean over the ranks.
-
-        Called for each of the ranks that saved a state, when another number of ranks loads it.
-        ``mean`` has the averageable fields of a parameter. Without this method, own fields are
-        dropped.
-        """
 
 
 @runtime_checkable
@@ -156,7 +97,15 @@ class KnowsModel:
     with FSDP2, in its order. None on other models."""
 
 
-_METHODS = ("native", "bucket_key", "nested_parameters", "bucket_fields", "keep_own")
+_METHODS = (
+    "bucket_fields",
+    "bucket_key",
+    "keep_own",
+    "models_agree",
+    "native",
+    "nested_parameters",
+    "notes",
+)
 
 
 def check_capabilities(cls: type) -> None:
@@ -192,24 +141,3 @@ def any_declares(hook: Hook, flag: Flag) -> bool:
 def all_declare(hook: Hook, flag: Flag) -> bool:
     """Return whether a hook and all those nested in it have the flag."""
     return declares(hook, flag) and all(all_declare(each, flag) for each in hook.nested().values())
-
-
-def native_of(hook: Hook, group: dist.ProcessGroup) -> NativeHook | None:
-    """Return the same hook in C++ for our reducer, or None if there is none."""
-    return hook.native(group) if isinstance(hook, Native) else None
-
-
-def bucket_key_of(hook: Hook, parameter: str) -> Hashable:
-    """Return a key; parameters with different keys should not share a bucket."""
-    if isinstance(hook, KeysBuckets):
-        return hook.bucket_key(parameter)
-    return tuple(bucket_key_of(each, parameter) for each in hook.nested().values())
-
-
-def nested_parameters_of(
-    hook: Hook, parameters: Mapping[str, Tensor]
-) -> Mapping[str, Mapping[str, Tensor]]:
-    """Return those of a hook's parameters that each nested hook gets, by its path."""
-    if isinstance(hook, DividesParameters):
-        return hook.nested_parameters(parameters)
-    return dict.fromkeys(hook.nested(), parameters)

@@ -18,23 +18,10 @@ except ImportError as error:
         "pip install 'commhooks[tensorboard]'"
     ) from error
 
-from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from commhooks.adapters.handle import HookHandle
 from commhooks.hook.base import CommHook, tree
-
-
-@runtime_checkable
-class TakesNotes(Protocol):
-    """A hook that says what it has decided."""
-
-    def notes(self) -> list[tuple[int, str]]:
-        """Return what the hook has decided so far, as texts with their steps, in order.
-
-        Called between two steps; the list only grows.
-        """
-
 
 _written: "WeakKeyDictionary[SummaryWriter, dict[str, int]]" = WeakKeyDictionary()
 """The number of notes that each writer has, by prefix."""
@@ -69,8 +56,7 @@ def log_stats(
 
 def _write_notes(writer: SummaryWriter, hook: CommHook, prefix: str) -> None:
     counts = _written.setdefault(writer, {})
-    found = (each.notes() for each in tree(hook) if isinstance(each, TakesNotes))
-    notes = sorted(note for of_hook in found for note in of_hook)
+    notes = sorted(note for each in tree(hook) for note in each.notes())
     for step, text in notes[counts.get(prefix, 0) :]:
         writer.add_text(f"{prefix}/notes", text, step)
     counts[prefix] = len(notes)

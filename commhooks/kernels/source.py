@@ -30,6 +30,12 @@ def kernel_name(name: str, *arguments: str | int) -> str:
     return f"commhooks::kernels::{name}{template}"
 
 
+@cache
+def block_kernel(name: str, codes: str, number: str) -> str:
+    """Return the C++ expression of a kernel of block_codec.cu for a format's codes."""
+    return f"{name}<{codes}, {number}>"
+
+
 @dataclass(frozen=True, eq=False)  # a key by identity, in launches
 class Source:
     """A CUDA file of this folder, and the kernels in it that are used.
@@ -70,9 +76,13 @@ _WIDE = {element: at_least_float32(dtype) for dtype, element in ELEMENTS.items()
 BLOCK_CODEC = Source(
     "block_codec.cu",
     (
-        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in TYPES.values()),
         *(
-            f"decode<{codec}, {number}>"
+            block_kernel("encode", codec, number)
+            for codec in _ENCODERS
+            for number in TYPES.values()
+        ),
+        *(
+            block_kernel("decode", codec, number)
             for codec in _ENCODERS
             if "true" not in codec
             for number in TYPES.values()

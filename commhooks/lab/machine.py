@@ -9,20 +9,25 @@ from pathlib import Path
 
 import torch
 
+from commhooks.cluster import CPU, Device
+
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def describe_machine() -> dict[str, str | int]:
-    """Return the properties of the machine that measurements depend on."""
+def describe_machine(device: Device = CPU) -> dict[str, str | int]:
+    """Return the properties of the machine that measurements on a device depend on."""
+    on_cuda = {"cuda": str(torch.version.cuda)} if device != CPU else {}
     model = _fields("/proc/cpuinfo").get("model name", platform.processor())
     return {
+        "device": str(device),
         "cpu": model,
         "cores": cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **on_cuda,
     }
 
 
@@ -55,9 +60,30 @@ class MemoryPeak:
         return None if self._before is None or peak is None else peak - self._before
 
 
+class DeviceMemoryPeak(MemoryPeak):
+    """The same of the memory that torch has allocated on this rank's CUDA device."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self._before = torch.cuda.memory_allocated()
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def nbytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - (self._before or 0)
+
+
+def memory_peak(device: Device) -> MemoryPeak:
+    """Return the peak of this rank's memory on a device, from now on."""
+    return MemoryPeak() if device.type == "cpu" else DeviceMemoryPeak()
+
+
 def free_memory() -> None:
-    """Free what only cycles keep, and give free memory back to the system."""
+    """Free what only cycles keep, and give free memory back to the system and the device."""
     gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError, OSError):  # other systems have no malloc_trim()
         _trim()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commhooks.cluster import CPU, Device
 from commhooks.errors import CommHookError, did_you_mean
 from commhooks.hook.references import load_reference, reference_to
 from commhooks.lab.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
@@ -40,12 +41,14 @@ class Workload:
             ``example_input()``.
         wrapper: names and values of options of the wrappers, such as ``("bucket_cap_mb", 8)``.
         set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
+        device: what ranks compute on. Weights and inputs are drawn on the CPU, as on every device.
     """
 
     model: str | Callable[..., nn.Module]
     input: str | Callable[..., Any] | None = None
     wrapper: tuple[tuple[str, Any], ...] = ()
     set_to_none: bool = True
+    device: Device = CPU
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", name_of(self.model))
@@ -59,10 +62,14 @@ class Workload:
         All ranks get the same weights if the factory draws them from torch's default generator.
         """
         torch.manual_seed(_SEED)
-        return load_model(str(self.model))
+        module: nn.Module = self.device.put(load_model(str(self.model)))
+        return module
 
     def make_input(self, module: nn.Module, rank: int) -> Any:
         """Make the batch of a rank, which is the same in every step. Raises ModelError."""
+        return self.device.put(self._draw_input(module, rank))
+
+    def _draw_input(self, module: nn.Module, rank: int) -> Any:
         torch.manual_seed(_SEED + 1 + rank)
         if self.input is not None:
             return load_callable(str(self.input))()

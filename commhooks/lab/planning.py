@@ -125,7 +125,7 @@ def measure_groups(
     exact_names(exact, {}, None)  # before processes start
     reasons: dict[str, str] = {}
     outcomes: dict[str, dict[int, Choice]] = {}
-    with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
+    with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
         ranks.make(_Side, job, tuple(exact), world_size)
         groups, step = ranks.do(_Side.prepared)[0]
@@ -221,7 +221,9 @@ class _Side(RankSide):
         if key not in self._traces:
             nodes, first = self.job.ranks_per_node, self.job.first_step
             parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
-            run = partial(dry_run, config, [gradients], parameters, self.roles)
+            run = partial(
+                dry_run, config, [gradients], parameters, self.roles, device=self.job.device
+            )
             by_size = {
                 size: run(size=size, ranks_per_node=nodes, first_step=first) for size in self._sizes
             }

@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KeepsBucketState, declares, nested_parameters_of
+from commhooks.hook.capabilities import declares
 from commhooks.hook.options import instances_in
 from commhooks.hook.state import StateField, entry_problem
 
@@ -78,9 +78,7 @@ class HookPart:
         if key in self.gradients:
             return self.hook.state_fields(self.gradients[key])
         is_bucket = isinstance(key, str) and re.fullmatch("[0-9a-f]{16}", key)
-        if is_bucket and isinstance(self.hook, KeepsBucketState):
-            return self.hook.bucket_fields() or None
-        return None
+        return (self.hook.bucket_fields() or None) if is_bucket else None
 
 
 def parts_of(
@@ -103,7 +101,7 @@ def _walk(
     inner = {key: state[key] for key in nested if isinstance(state.get(key), Mapping)}
     own = {key: entry for key, entry in state.items() if key not in inner}
     yield HookPart(path, hook, gradients, own, is_spread)
-    of_nested = nested_parameters_of(hook, gradients)
+    of_nested = hook.nested_parameters(gradients)
     is_spread = is_spread or declares(hook, "spreads_parameters")
     for key, each in nested.items():
         parameters = of_nested.get(key[1:], {})

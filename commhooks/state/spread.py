@@ -13,7 +13,6 @@ from torch import Tensor
 
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KeepsOwn
 from commhooks.hook.state import entry_problem
 from commhooks.precision import at_least_float32
 from commhooks.state.entries import HookPart, parts_of, put
@@ -125,8 +124,7 @@ class Spread:
             for it, field in declared.items()
             if field.across_ranks == "averageable" and (it in entry or own)
         }
-        if isinstance(part.hook, KeepsOwn):
-            part.hook.keep_own(mean, own)
+        part.hook.keep_own(mean, own)
         return mean
 
     def _add(self, part: HookPart, name: str, source: Source, values: Mapping[str, Tensor]) -> None:
@@ -151,7 +149,7 @@ class Spread:
         dtype = (
             value.dtype if value is not None else declared.dtype or at_least_float32(gradient.dtype)
         )
-        if self._keeps_shards:  # its positions in memory count, see KeepsOwn
+        if self._keeps_shards:  # its positions in memory count, see CommHook.keep_own
             old = torch.zeros_like(gradient, dtype=dtype, device=self._ranks.device)
         else:
             shape, dim = self._whole(name, gradient)

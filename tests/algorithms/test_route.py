@@ -12,7 +12,6 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Route
-from commhooks.hook.capabilities import bucket_key_of
 from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.roles import prepare
 from commhooks.testing.compare import differences, mean_over_ranks, same_bits
@@ -121,7 +120,7 @@ def test_roles_that_the_model_has_not() -> None:
     hook = commhooks.create("route", rules=BY_ROLE, default="int8")
     group: Any = None
     prepare(hook, {"matrix": torch.zeros(2, 2)}, group, {})
-    assert bucket_key_of(hook, "matrix") == (3, ())
+    assert hook.bucket_key("matrix") == (3, ())
     with pytest.raises(commhooks.CommHookError, match="'@embedding' needs the modules"):
         prepare(hook, {"matrix": torch.zeros(2, 2)}, group, None)
 

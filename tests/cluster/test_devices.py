@@ -6,8 +6,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+import commhooks.cluster.ranks
+from commhooks.cluster import CPU, Device, DeviceError, LaunchedRanks, Ranks
+from commhooks.cluster.device import nccl_environment
 from commhooks.cluster.group import join_group, local_store, take_device
+from commhooks.cluster.links import ShapedLink
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +55,85 @@ def test_no_device_is_an_error_before_anything_connects() -> None:
     store = local_store()
     with pytest.raises(RuntimeError, match=r"\[rank 0\] NCCL needs a CUDA device.*'gloo'"):
         join_group(0, 1, "127.0.0.1", store.port, 5.0, backend="nccl")
+
+
+def test_ranks_behind_links_are_hosts_and_use_sockets() -> None:
+    """NCCL would go around a link between two devices of one machine."""
+    assert nccl_environment(1, is_shared=False, host=None) == {}
+    apart = nccl_environment(1, is_shared=False, host="h1")
+    assert apart == {"NCCL_HOSTID": "h1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NET": "Socket"}
+    assert nccl_environment(1, is_shared=True, host="h1")["NCCL_HOSTID"] == "h1, rank 1"
+    link = ShapedLink((("ip", "netns", "exec", "h0"), ("ip", "netns", "exec", "h1")))
+    assert link.hosts == ["h0", "h1"]
+
+
+def variables(rank: int) -> list[str | None]:
+    return [os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+
+
+def test_both_libraries_use_the_same_interface() -> None:
+    with Ranks(1) as ranks:
+        assert ranks(variables) == [["lo", "lo"]]
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_the_default_is_cuda_where_torch_finds_a_device(has_cuda: bool) -> None:
+    with patch.object(torch.cuda, "is_available", lambda: has_cuda):
+        found = Device.choose(None)
+    assert found == Device("cuda" if has_cuda else "cpu")
+    assert found.backend == ("nccl" if has_cuda else "gloo")
+    assert Device.choose(found) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("cuda", "expected a CUDA device, and torch .* finds none; use 'cpu'"),
+        ("cuda:1", "found 'cuda:1'; CUDA_VISIBLE_DEVICES chooses"),
+        ("tpu", "expected the device 'cpu' or 'cuda', found 'tpu'$"),
+    ],
+)
+def test_other_devices_are_refused(name: str, says: str) -> None:
+    with (
+        patch.object(torch.cuda, "is_available", lambda: False),
+        pytest.raises(DeviceError, match=says),
+    ):
+        Device.choose(name)
+
+
+def test_ranks_that_share_a_device() -> None:
+    cuda = Device("cuda")
+    with patch.object(torch.cuda, "device_count", lambda: 2):
+        assert [cuda.sharing(ranks) for ranks in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+    assert CPU.sharing(8) == 1
+
+
+def test_what_is_put_on_a_device() -> None:
+    cuda = Device("meta")  # which needs no device
+    found = cuda.put({"x": (torch.ones(2), [torch.ones(3), 4]), "model": nn.Linear(2, 3)})
+    assert found["x"][0].is_meta
+    assert found["x"][1][0].is_meta
+    assert found["x"][1][1] == 4
+    assert found["model"].weight.is_meta
+    assert CPU.put(found) is found
+
+
+class OtherGroup:
+    """A process group of another backend is there already."""
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def get_backend() -> str:
+        return "gloo"
+
+
+def test_a_group_of_another_backend_is_refused() -> None:
+    with (
+        patch.object(commhooks.cluster.ranks, "dist", OtherGroup),
+        patch.object(Device, "__str__", lambda _: "2 x a device"),
+        pytest.raises(DeviceError, match="process group of nccl for ranks on 2 x a device, found"),
+    ):
+        LaunchedRanks(Device("cuda"))

@@ -16,10 +16,7 @@ from commhooks.hook.capabilities import (
     Flag,
     KnowsModel,
     any_declares,
-    bucket_key_of,
     declares,
-    native_of,
-    nested_parameters_of,
 )
 from commhooks.hook.roles import prepare
 from commhooks.hook.state import StateField
@@ -152,18 +149,18 @@ class Keeping(Divided):
 
 
 def test_keys_of_buckets() -> None:
-    assert bucket_key_of(Plain(), "a") == ()
-    assert bucket_key_of(Divided(), "a") == "a"
-    assert bucket_key_of(Wrapper(Wrapper(Divided())), "a") == (("a",),)
+    assert Plain().bucket_key("a") == ()
+    assert Divided().bucket_key("a") == "a"
+    assert Wrapper(Wrapper(Divided())).bucket_key("a") == (("a",),)
     apart = commhooks.create("route", rules=[["a", Wrapper(Divided())]], default="bf16")
     apart.prepare(PARAMETERS, NO_GROUP)
-    assert [bucket_key_of(apart, name) for name in "abc"] == [(0, ("a",)), (1, ()), (1, ())]
+    assert [apart.bucket_key(name) for name in "abc"] == [(0, ("a",)), (1, ()), (1, ())]
 
 
 def test_parameters_of_nested_hooks() -> None:
     inner = commhooks.create("route", rules=[["a", Divided()]], default=Plain())
     outer = Wrapper(inner)
-    assert nested_parameters_of(outer, PARAMETERS) == {"inner": PARAMETERS}
+    assert outer.nested_parameters(PARAMETERS) == {"inner": PARAMETERS}
     prepare(outer, PARAMETERS, NO_GROUP, {})
     parts = {part.path: set(part.gradients) for part in parts_of({}, outer, PARAMETERS)}
     assert parts == {
@@ -196,9 +193,9 @@ def test_own_fields_count_if_the_hook_keeps_them(kind: type[Divided], expected: 
 def find_native(rank: int, size: int) -> None:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    assert native_of(commhooks.create("allreduce"), group) is not None
-    assert native_of(Plain(), group) is None
-    assert native_of(Wrapper(commhooks.create("allreduce")), group) is None
+    assert commhooks.create("allreduce").native(group) is not None
+    assert Plain().native(group) is None
+    assert Wrapper(commhooks.create("allreduce")).native(group) is None
 
 
 def test_a_wrapper_is_not_native(run_ranks: Any) -> None:
@@ -245,6 +242,7 @@ def option(name: str, kind: Any, **default: Any) -> None:
         ("is_candidate", partial(option, "is_candidate", bool, is_candidate=field(default=True))),
         ("native", partial(type, "Flag", (Plain,), {"native": True})),
         ("bucket_key", partial(option, "bucket_key", str)),
+        ("notes", partial(option, "notes", str)),
         ("keep_own", partial(option, "keep_own", bool, keep_own=True)),
     ],
 )

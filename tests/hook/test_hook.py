@@ -60,10 +60,12 @@ def test_reduce_must_be_a_coroutine() -> None:
 
 
 def test_members_are_those_that_an_author_may_need() -> None:
-    """What some hooks alone have is in capabilities.py, or a protocol beside its client."""
+    """Flags, and contracts that few hooks have, are in capabilities.py."""
     names = {*dir(commhooks.CommHook), *(each.name for each in fields(commhooks.CommHook))}
     about = {"name", "lossless", "consensus", "backends", "wire", "paper"}
     work = {"prepare", "reduce", "wire_bytes", "collectives", "recover", "metrics", "nested"}
+    optional = {"native", "bucket_key", "models_agree", "notes", "nested_parameters"}
+    optional |= {"bucket_fields", "keep_own"}
     state = {"state", "state_fields", "state_dict", "load_state_dict", "to_config"}
-    assert {name for name in names if not name.startswith("_")} == about | work | state
-    assert len(about | work | state) == 18
+    assert {name for name in names if not name.startswith("_")} == about | work | state | optional
+    assert len(about | work | state | optional) == 25

@@ -1,6 +1,5 @@
 """A dry run sends the same bytes as real ranks, and as the hook's formula."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from commhooks import CommHookError, algorithms
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members, StepTrace
-from commhooks.hook.capabilities import bucket_key_of
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.lab.simulation.dry_run import dry_run, fake_group
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -117,7 +115,7 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     adapter.install(keep)
     hook = commhooks.create(config)
     hook.prepare(trainer.parameters, fake_group(size))
-    adapter.regroup(partial(bucket_key_of, hook))
+    adapter.regroup(hook.bucket_key)
     trainer.step(draw_gradients(trainer.parameters, 1))
     kinds = dry_run(
         config, captured, trainer.parameters, size=size, first_step=STEP, is_timed=False

@@ -1,7 +1,5 @@
 """A profile shows the buckets of the engine, and dry runs use them."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,6 @@ from support import small_models
 from torch import nn
 
 import commhooks
-from commhooks.hook.capabilities import bucket_key_of
 from commhooks.lab.simulation import Job
 from commhooks.lab.simulation.measurements import RankSide
 from commhooks.lab.simulation.profile import profile
@@ -28,7 +25,7 @@ def _buckets(rank: int, world_size: int, config: dict[str, object]) -> tuple[lis
     model = small_models.make()
     assert dist.group.WORLD is not None
     hook.prepare(dict(model.named_parameters()), dist.group.WORLD)
-    step = profile(model, _loss, partial(bucket_key_of, hook), dist.group.WORLD, bucket_cap_mb=MB)
+    step = profile(model, _loss, hook.bucket_key, dist.group.WORLD, bucket_cap_mb=MB)
     other = commhooks.DistributedDataParallel(small_models.make(), bucket_cap_mb=MB)
     commhooks.register(other, config)
     for _ in range(2):

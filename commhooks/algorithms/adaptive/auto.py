@@ -38,7 +38,7 @@ from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.capabilities import KnowsModel, native_of
+from commhooks.hook.capabilities import KnowsModel
 from commhooks.hook.options import Limits, Made, from_json
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
@@ -182,7 +182,7 @@ class Auto(KnowsModel, CommHook):
         is_idle = measuring is None or measuring.is_idle(step)
         if len(hooks) != 1 or not is_idle or self._table.is_moving:
             return None
-        return native_of(list(self._hooks.values())[hooks.pop()], group)
+        return list(self._hooks.values())[hooks.pop()].native(group)
 
     def notes(self) -> list[tuple[int, str]]:
         return [(each.step, str(each)) for each in self.history]

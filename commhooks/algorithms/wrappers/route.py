@@ -25,7 +25,7 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KnowsModel, Role, bucket_key_of
+from commhooks.hook.capabilities import KnowsModel, Role
 from commhooks.hook.derived_bucket import BucketPart, Progress
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
@@ -121,7 +121,7 @@ class Route(KnowsModel, CommHook):
     def bucket_key(self, parameter: str) -> Hashable:
         """Return the route and its hook's key, or None for a parameter that hooks do not see."""
         i = self._routing.table.get(parameter)
-        return None if i is None else (i, bucket_key_of(self._hooks[i], parameter))
+        return None if i is None else (i, self._hooks[i].bucket_key(parameter))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:

@@ -24,7 +24,7 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import Flag, KeepsOwn, any_declares
+from commhooks.hook.capabilities import Flag, any_declares
 from reducer import GradBucket
 
 STATE_KEY = "0000000000000000"
@@ -162,7 +162,7 @@ def residual_of(
     for each, entry, shared in _residuals(hook, parameter, gradient):
         residual = _flat(entry[_FIELD])[where].clone()
         own = {name: value for name, value in entry.items() if name not in shared}
-        if own and isinstance(each, KeepsOwn):
+        if own and _keeps_own(each):
             of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
             each.keep_own(of_mean, own)
             residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
@@ -185,10 +185,15 @@ def _residuals(
 def _residual_tensors(hook: CommHook, parameter: str, gradient: Tensor) -> Iterator[Tensor]:
     """Yield what is zero if there is no residual: see Note [Residuals]."""
     for each, entry, shared in _residuals(hook, parameter, gradient):
-        is_own = isinstance(each, KeepsOwn)
+        is_own = _keeps_own(each)
         yield from (
             t for name, t in entry.items() if name == _FIELD or (is_own and name not in shared)
         )
+
+
+def _keeps_own(hook: CommHook) -> bool:
+    """Return whether "own" fields of the hook are a part of its residual."""
+    return type(hook).keep_own is not CommHook.keep_own
 
 
 def _move_state(hook: CommHook, parameter: str, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from commhooks.cluster import LaunchedRanks
+from commhooks.algorithms.bucket_memory import KeepsErrors
+from commhooks.cluster import CPU, Device, LaunchedRanks
 from commhooks.cluster import links as shaped
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.units import format_rate
+from commhooks.hook.base import tree
 from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
+from commhooks.kernels import require
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
 from commhooks.lab.comparison.remote import load_training_function
@@ -31,12 +34,14 @@ from commhooks.lab.verdict import CAUTIOUS
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
+_CUDA_PROCESS_BYTES = 2_000_000_000  # with the libraries of CUDA
+_CONTEXT_BYTES = 1_000_000_000  # of a process on a CUDA device, with NCCL's buffers
 _COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries
 
 
 def compare(
     model: str | Callable[..., nn.Module],
-    hooks: Sequence[HookLike],
+    hooks: Sequence[HookLike | Entry],
     *,
     input: str | Callable[..., Any] | None = None,  # noqa: A002
     train: str | Callable[..., Any] | None = None,
@@ -46,6 +51,7 @@ def compare(
     train_steps: int = 200,
     timeout: float = 600.0,
     measure_links: bool = True,
+    device: Device | str | None = None,
     ranks: LaunchedRanks | None = None,
     progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
@@ -56,7 +62,8 @@ def compare(
     each link, on one copy of the model: see Note [One model for all entries] in remote.py. What
     cannot be measured is predicted, see :class:`commhooks.lab.simulation.Study`: links that cannot
     be made, and the rate below which a hook is faster than torch DDP. Ranks are processes on CPU
-    with the Gloo backend. Hooks are measured in a late state of training
+    with the Gloo backend, or on CUDA devices with NCCL; if there are fewer devices than ranks, they
+    share them, see :attr:`Comparison.alone_seconds`. Hooks are measured in a late state of training
     (:data:`commhooks.lab.comparison.remote.FIRST_STEP`); with ``train`` they train from the first
     step.
 
@@ -67,7 +74,9 @@ def compare(
         model: the name of a model, or a function of a module that makes one, see
             :class:`commhooks.lab.models.Workload`.
         hooks: texts as :mod:`commhooks.hook.spec` describes them, hooks or their classes, configs,
-            or pairs of a name and a dict of options. Rank processes make hooks of their own.
+            or pairs of a name and a dict of options. Rank processes make hooks of their own. An
+            :class:`commhooks.lab.comparison.entry.Entry` is another way to average, which comes
+            before them and is not predicted.
         input: a function that returns a batch, or its name, see
             :class:`commhooks.lab.models.Workload`.
         train: a function or its name, see Note [Training functions] in remote.py.
@@ -79,36 +88,41 @@ def compare(
         timeout: seconds after which a hook has failed that does not finish its steps, which are at
             most 53 at a time.
         measure_links: False to predict all links.
+        device: "cpu" or "cuda"; None for CUDA where torch finds a device.
         ranks: the ranks that torchrun started; all of them call this with the same arguments. Their
-            own network is measured, nothing is predicted, and ``world_size`` is theirs. None starts
-            processes on this machine.
+            own network is measured, nothing is predicted, and ``world_size`` and ``device`` are
+            theirs. None starts processes on this machine.
         progress: called with a description of the current work, the steps so far, and all steps.
 
     Raises:
-        ModelError, TrainingError: before anything starts.
+        DeviceError, ModelError, TrainingError: before anything starts.
         CommHookOptionError, UnknownHookError: none of the hooks can be made.
+        CommHookError: a hook needs CuPy on this device, and it cannot be used.
         ComparisonError: a number makes no sense, there are too many ranks for this machine, the
             bare model or torch DDP fails, or a link can be neither made nor predicted.
         ComparisonInterrupted: Ctrl-C; contains what has been measured so far.
     """
     start = time.monotonic()
     if ranks is not None:
-        world_size = ranks.world_size
+        world_size, device = ranks.world_size, ranks.device
         if links:
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
     _check_numbers(world_size, steps, train_steps, timeout, links)
     if train is not None:
         train = name_of(train)
         load_training_function(train)
-    workload = Workload(model, input)
+    workload = Workload(model, input, device=Device.choose(device))
     gradient_bytes, precision = check_model(
         workload, world_size if ranks is None else ranks.local_world_size
     )
-    specs, reasons = parse_hook_specs(hooks)  # the module of the model may register hooks
+    own = [each for each in hooks if isinstance(each, Entry)]
+    named = [each for each in hooks if not isinstance(each, Entry)]
+    specs, reasons = parse_hook_specs(named)  # the module of the model may register hooks
     _check_names(specs)
     if not any(spec.text == CAUTIOUS for spec in specs):
         specs.insert(0, hook_spec(CAUTIOUS))
-    entries = [BARE, TORCH, *map(Entry.of, specs)]
+    check_kernels(specs, workload.device)
+    entries = [BARE, TORCH, *own, *map(Entry.of, specs)]
     notes = []
     if ranks is None and world_size > cores():
         notes.append(
@@ -176,19 +190,28 @@ def _check_names(specs: Sequence[HookSpec]) -> None:
 
 def check_model(workload: Workload, world_size: int) -> tuple[int, float]:
     """Check that the model fits; return the bytes of its gradients and their relative precision."""
-    module = workload.make_module()
-    workload.make_input(module, 0)
+    on_host = replace(workload, device=CPU)
+    module = on_host.make_module()
+    on_host.make_input(module, 0)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    check_limits(world_size, sum(parameter.nbytes for parameter in module.parameters()))
+    parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    check_limits(world_size, parameter_bytes, workload.device)
     precision = max(torch.finfo(parameter.dtype).eps for parameter in parameters)
     return sum(parameter.nbytes for parameter in parameters), precision
 
 
-def check_limits(world_size: int, parameter_bytes: int) -> None:
+def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
+    """Raise CommHookError if some hook needs kernels that cannot run on the device."""
+    if any(isinstance(each, KeepsErrors) for spec in specs for each in tree(spec.create())):
+        require(torch.device(device.type))
+
+
+def check_limits(world_size: int, parameter_bytes: int, device: Device = CPU) -> None:
     """Raise ComparisonError if this machine cannot run the ranks.
 
     The limits are 8 ranks per core, and for each rank memory of 0.4 GB and of nine copies of the
-    parameters, however many entries take turns.
+    parameters, however many entries take turns. On CUDA these copies and 1 GB are memory of the
+    device, which ranks may share, and a rank takes 2 GB and one copy of the machine's.
     """
     most = _RANKS_PER_CORE * cores()
     if world_size > most:
@@ -196,14 +219,19 @@ def check_limits(world_size: int, parameter_bytes: int) -> None:
             f"{world_size} ranks are more than the {most} that can run on {cores()} cores (at most "
             f"{_RANKS_PER_CORE} per core); `commhooks simulate` predicts larger world sizes"
         )
-    needed = world_size * (_PROCESS_BYTES + parameter_bytes * _COPIES)
-    available = available_bytes()
-    if available is not None and needed > available:
-        raise ComparisonError(
-            f"{world_size} ranks need about {needed / 1e9:.1f} GB ({_COPIES} copies of "
-            f"{parameter_bytes / 1e6:.0f} MB of parameters each), and {available / 1e9:.1f} GB are "
-            "available; use fewer ranks or a smaller model"
-        )
+    free = device.free_bytes()
+    on_host = (_PROCESS_BYTES, _COPIES) if free is None else (_CUDA_PROCESS_BYTES, 1)
+    for where, ranks, available, own_bytes, copies in (
+        ("", world_size, available_bytes(), *on_host),
+        (" on one device", device.sharing(world_size), free, _CONTEXT_BYTES, _COPIES),
+    ):
+        needed = ranks * (own_bytes + parameter_bytes * copies)
+        if available is not None and needed > available:
+            raise ComparisonError(
+                f"{ranks} ranks{where} need about {needed / 1e9:.1f} GB (for each, {copies} x "
+                f"{parameter_bytes / 1e6:.0f} MB of parameters), and {available / 1e9:.1f} GB are "
+                "available; use fewer ranks or a smaller model"
+            )
 
 
 @dataclass(frozen=True)
@@ -237,11 +265,12 @@ class Report:
             str(experiment.workload.model),
             experiment.world_size,
             experiment.steps,
-            describe_machine(),
+            describe_machine(experiment.workload.device),
             tuple(experiment.notes),
             tuple(rows),
             tuple(experiment.pairs),
             tuple(failures),
+            alone_seconds=experiment.alone_seconds,
         )
 
     def _measured(self, setting: Setting) -> list[Row]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from commhooks.cluster import RankCaller, Ranks
+from commhooks.cluster import LaunchedRanks, RankCaller, Ranks
 from commhooks.cluster import links as shaped
+from commhooks.costs.backends import NCCL
 from commhooks.costs.network import Link, Network
-from commhooks.costs.units import format_rate
+from commhooks.costs.units import format_duration, format_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
@@ -31,6 +32,7 @@ from commhooks.lab.comparison.result import (
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Study, measure
+from commhooks.lab.simulation.study import UNLIMITED
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 _LEAST, _MOST = 12, 50
@@ -135,6 +137,8 @@ class Experiment:
     """The reasons why hooks are not in the study, by name."""
     no_study: Exception | None = None
     """The reason why there is no study, if one was tried."""
+    alone_seconds: float | None = None
+    """As :attr:`commhooks.lab.comparison.Comparison.alone_seconds`."""
     notes: list[str] = field(default_factory=list)
     pairs: list[HostPair] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -149,6 +153,7 @@ class Experiment:
         with self._ranks() as ranks:
             loopback = self.begin(LOOPBACK, ranks)
             self.do(first, loopback, ranks)
+            self.measure_alone(ranks, self.world_size)
             self._tell(loopback, "running hooks dry")
             self._dry_run(ranks)
         for rate in links:
@@ -162,17 +167,18 @@ class Experiment:
                 self._steps_done += _steps(others)
                 self.notes.append(f"{format_rate(rate)} is predicted, not measured: {error}")
 
-    def run_on_hosts(self, ranks: RankCaller) -> None:
+    def run_on_hosts(self, ranks: LaunchedRanks) -> None:
         """Measure the network between the hosts of ``ranks``, and the entries over it."""
         tasks = self._tasks(is_first=True, trains=True)
         self._all_steps = _steps(tasks)
         pairs = pairs_of_hosts(ranks)
-        for index, pair in enumerate(measure_pairs(ranks, pairs)):
+        for index, pair in enumerate(measure_pairs(ranks, pairs, ranks.device)):
             self.pairs.append(pair)
             self.progress(f"{HOSTS}: pair {index + 1} of {len(pairs)} measured", 0, self._all_steps)
         if not pairs:
             self.notes.append("all ranks are on one host, so there was no network to measure")
         self.do(tasks, self.begin(HOSTS, ranks), ranks)
+        self.measure_alone(ranks, ranks.local_world_size)
 
     def begin(self, name: str, ranks: RankCaller, bits_per_second: float | None = None) -> Setting:
         """Prepare ranks for the tasks of a new setting."""
@@ -181,6 +187,22 @@ class Experiment:
         ranks.make(Side, self.workload)
         self.settings.append(setting)
         return setting
+
+    def measure_alone(self, ranks: RankCaller, ranks_here: int) -> None:
+        """Measure a step of the bare model on rank 0 alone, if ranks on this machine share devices.
+
+        ``ranks`` are those of the last setting.
+        """
+        device = self.workload.device
+        if device.sharing(ranks_here) > 1:
+            self.alone_seconds = ranks.do(Side.time_alone, min(self.steps, _MOST))[0]
+            assert self.alone_seconds is not None
+            self.notes.append(
+                f"{ranks_here} ranks share {device} and take turns, so all steps, of bare too, "
+                "contain the waiting, and small collectives take milliseconds; the verdicts add "
+                "the exposed time to a step of one rank alone, "
+                f"{format_duration(self.alone_seconds)}"
+            )
 
     def do(self, tasks: Sequence[Task], setting: Setting, ranks: RankCaller) -> None:
         """Do tasks in a setting. If a hook fails, the other entries go on without it.
@@ -222,7 +244,8 @@ class Experiment:
 
     def _ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
         threads = max(1, cores() // self.world_size)
-        return Ranks(self.world_size, link, threads=threads, timeout=self.timeout)
+        device = self.workload.device
+        return Ranks(self.world_size, link, device=device, threads=threads, timeout=self.timeout)
 
     def _do(self, task: Task, setting: Setting, ranks: RankCaller) -> None:
         """Raises CommHookError if what a task has measured shows that its entry does not work."""
@@ -288,9 +311,16 @@ class Experiment:
             for entry in self.entries
             if entry.name in figures and (config := entry.simulated_config)
         }
-        size, workload = self.world_size, self.workload
-        job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
+        size, workload, device = self.world_size, self.workload, self.workload.device
+        job = Job(
+            workload.model,
+            workload.input,
+            device=device,
+            ranks_per_machine=size,
+            first_step=FIRST_STEP,
+        )
         try:
+            pair = next(measure_pairs(ranks, [(0, 1)], device))
             found = measure(job, list(configs.values()), [size], ranks)
         except Exception as error:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
@@ -298,14 +328,22 @@ class Experiment:
             return
         reasons = {name: found.reason(config) for name, config in configs.items()}
         self.unpredicted = {name: reason for name, reason in reasons.items() if reason}
+        others = figures.keys() - configs.keys() - {BARE.name}
+        self.unpredicted |= dict.fromkeys(others, "it is no hook of commhooks")
         self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
+        on_gloo = device.backend == found.gloo.name
+        if not on_gloo:
+            rate = format_rate(pair.bits_per_second)
+            self.notes.append(f"over loopback, rank 0 sends to rank 1 at {rate}")
         self.study = Study(
             {name: found.of(config) for name, config in configs.items() if config in found},
             Network(size, _LINK, _LINK),
-            found.gloo,
-            cores=cores() / size,
+            found.gloo if on_gloo else NCCL(),
+            cores=cores() / size if on_gloo else math.inf,
             baseline=TORCH.name,
             loopback_seconds={name: each.step_seconds for name, each in figures.items()},
+            # Bytes over Gloo's loopback only take time of cores, which is in its rates.
+            loopback=UNLIMITED if on_gloo else Link(pair.bits_per_second, payload_share=1.0),
         )
 
 

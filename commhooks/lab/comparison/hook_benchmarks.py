@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from commhooks.cluster import Ranks
+from commhooks.cluster import CPU, Device, Ranks
 from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -50,6 +50,7 @@ class _Place:
     def __str__(self) -> str:
         hosts = f", {self.ranks_per_host} on each host" if self.ranks_per_host > 1 else ""
         wrapper = "".join(f", {name}={value}" for name, value in self.workload.wrapper)
+        wrapper += "" if self.workload.device == CPU else f", on {self.workload.device}"
         wrapper += "" if self.workload.set_to_none else ", gradients set to zero"
         return (
             f"{self.workload.model}, {self.world_size} ranks{hosts}, {self.link}, "
@@ -109,6 +110,7 @@ class _Group:
         A hook that fails now has no times, but a line in the table.
         """
         self._do(timing_tasks(self._experiment.entries, self._experiment.steps))
+        self._experiment.measure_alone(self._ranks, self._experiment.world_size)
         found = Report(self._experiment, self._gradient_bytes).comparison((), complete=False)
         rows = {row.hook: row for row in found.rows}
         for name, benchmark in self.benchmarks:
@@ -178,7 +180,8 @@ class ModuleBenchmarks:
                     except LinkError as error:
                         pytest.skip(str(error))
                 threads = max(1, cores() // place.world_size)
-                ranks = Ranks(place.world_size, link, threads=threads)
+                device = place.workload.device
+                ranks = Ranks(place.world_size, link, device=device, threads=threads)
                 group = _Group(place, stack.enter_context(ranks), rate)
                 self._groups[place] = group
                 self._open.push(stack.pop_all())
@@ -216,6 +219,7 @@ class HookBenchmarks:
         link: str = LOOPBACK,
         ranks_per_host: int = 1,
         steps: int = 50,
+        device: Device | str | None = None,
         wrapper: Mapping[str, Any] | None = None,
         set_to_none: bool = True,
         **hook_options: Any,
@@ -224,7 +228,7 @@ class HookBenchmarks:
 
         Hooks with the same model, batch, ranks, link and steps take turns, beside the bare model,
         torch DDP and ``noop``: Note [Benchmarks in turn]. A step is a forward and a backward; ranks
-        are processes on CPU with the Gloo backend.
+        are processes.
 
         Args:
             hook: as for :func:`commhooks.register`; or "bare" or "torch".
@@ -240,6 +244,7 @@ class HookBenchmarks:
                 more than one, they share memory as well, unless ``wrapper`` has
                 ``host_memory=False``; a rank alone sends over the network.
             steps: number of timed steps.
+            device: "cpu", with Gloo, or "cuda", with NCCL; None for "cuda" where torch finds one.
             wrapper: options of the wrappers, such as ``{"bucket_cap_mb": 8}``.
             set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
             hook_options: options of the hook. If one has the name of an argument above, pass a
@@ -250,16 +255,18 @@ class HookBenchmarks:
             memory, and the bytes on the wire. With ``--benchmark-disable`` this is all.
 
         Raises:
+            DeviceError: torch does not find the device.
             CommHookError: the hook fails; its gradients are not finite; or it is lossless, and they
                 are not the exact mean.
         """
         chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
+        device = Device.choose(chosen.pop("device", device))
         if chosen["link"] != LOOPBACK:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         shared = {"host_memory": True} if ranks_per_host > 1 else {}
         options = tuple(sorted((shared | dict(wrapper or {})).items()))
         module = self.module.name, str(self.module.path)
-        workload = _Workload(model, batch, options, set_to_none, module)
+        workload = _Workload(model, batch, options, set_to_none, device, module)
         place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)

@@ -15,13 +15,12 @@ import itertools
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster import RankCaller
+from commhooks.cluster import CPU, Device, RankCaller
 from commhooks.lab.comparison.result import HostPair
 
 _ROUND_TRIPS = 30
@@ -38,13 +37,15 @@ def pairs_of_hosts(ranks: RankCaller) -> list[tuple[int, int]]:
     return list(itertools.combinations(first.values(), 2))
 
 
-def measure_pairs(ranks: RankCaller, pairs: Sequence[tuple[int, int]]) -> Iterator[HostPair]:
-    """Measure the pairs one after the other."""
+def measure_pairs(
+    ranks: RankCaller, pairs: Sequence[tuple[int, int]], device: Device = CPU
+) -> Iterator[HostPair]:
+    """Measure the pairs of ranks one after the other, with messages in memory of the device."""
     names = ranks(_name)
     for a, b in pairs:
 
         def round_trip(there: int, back: int, a: int = a, b: int = b) -> float:
-            return float(ranks(_round_trip, a, b, there, back)[a])
+            return float(ranks(_round_trip, a, b, there, back, device)[a])
 
         latency = statistics.median(round_trip(1, 1) for _ in range(_ROUND_TRIPS)) / 2
         rate = min(_rate(lambda n: round_trip(n, 1)), _rate(lambda n: round_trip(1, n)))
@@ -68,9 +69,10 @@ def _rate(seconds_for: Callable[[int], float]) -> float:
     return 8 * nbytes / seconds
 
 
-def _round_trip(rank: int, a: int, b: int, there: int, back: int) -> float:
+def _round_trip(rank: int, a: int, b: int, there: int, back: int, device: Device) -> float:
     """Send some bytes from ``a`` to ``b`` and some back; return the seconds on ``a``."""
-    ready, message, answer = (torch.zeros(n, dtype=torch.uint8) for n in (1, there, back))
+    sizes = (1, there, back)
+    ready, message, answer = (device.put(torch.zeros(n, dtype=torch.uint8)) for n in sizes)
     if rank == b:
         dist.send(ready, a)
         dist.recv(message, a)
@@ -78,7 +80,7 @@ def _round_trip(rank: int, a: int, b: int, there: int, back: int) -> float:
     if rank != a:
         return 0.0
     dist.recv(ready, b)
-    start = time.perf_counter()
+    start = device.now()
     dist.send(message, b)
     dist.recv(answer, b)
-    return time.perf_counter() - start
+    return device.now() - start

@@ -28,7 +28,7 @@ its time does not count. ::
 
 import inspect
 import math
-import time
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from commhooks.adapters.wrapper import wrap
 from commhooks.errors import CommHookError
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.result import TrainingPoint
-from commhooks.lab.machine import MemoryPeak, free_memory
+from commhooks.lab.machine import MemoryPeak, free_memory, memory_peak
 from commhooks.lab.models import Workload, load_callable
 
 FIRST_STEP = 100_000
@@ -109,13 +109,19 @@ class Turn:
 
     def step(self) -> StepTimes:
         """Run one step, which all ranks begin together. The gradients stay until :meth:`clear`."""
-        dist.barrier()
-        start = time.perf_counter()
+        self._workload.device.barrier()
+        return self.step_alone()
+
+    def step_alone(self) -> StepTimes:
+        """Run one step without waiting for the others, as only the bare model can."""
+        device = self._workload.device
+        start = device.mark()
         loss = self._workload.loss(self._model, self._batch, self._rank)
-        middle = time.perf_counter()
+        middle = device.mark()
         torch.autograd.backward(loss)
-        end = time.perf_counter()
-        return StepTimes(end - start, end - middle)
+        end = device.mark()
+        device.synchronize()
+        return StepTimes(device.seconds(start, end), device.seconds(middle, end))
 
     def clear(self) -> None:
         """Clear the gradients."""
@@ -174,7 +180,7 @@ class TrainingRun:
     """The training of one entry on one rank, from its first step."""
 
     def __init__(self, entry: Entry, workload: Workload, function: str, rank: int) -> None:
-        self._path, self._entry = function, entry
+        self._path, self._entry, self._device = function, entry, workload.device
         module = workload.make_module()
         self._gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         model, self._handle = entry.wrap(module)
@@ -186,16 +192,16 @@ class TrainingRun:
 
     def step(self) -> None:
         """Run the next training step, which all ranks begin together."""
-        dist.barrier()
-        start = time.perf_counter()
+        self._device.barrier()
+        start = self._device.now()
         self._validate = self._next()
-        self._seconds += time.perf_counter() - start
+        self._seconds += self._device.now() - start
         self._count += 1
 
     def validate(self) -> TrainingPoint:
         """Return the point after the last step; its loss is the mean over ranks."""
         with torch.no_grad():
-            loss = torch.tensor(float(self._validate()), dtype=torch.float64)
+            loss = self._device.put(torch.tensor(float(self._validate()), dtype=torch.float64))
         dist.all_reduce(loss)
         mean = loss.item() / dist.get_world_size()
         return TrainingPoint(self._count, self._seconds, self._sent(), mean)
@@ -225,10 +231,11 @@ class Side:
     """The model on this rank, with the same parameters and buffers as on the others."""
 
     def __init__(self, rank: int, workload: Workload) -> None:
+        put = workload.device.put
         for entry in (TORCH, Entry.of("allreduce")):
             # Load here what a first step loads, or the first entry would be charged for the memory.
-            model, _ = entry.wrap(nn.Linear(1, 1))
-            model(torch.ones(1, 1)).sum().backward()
+            model, _ = entry.wrap(put(nn.Linear(1, 1)))
+            model(put(torch.ones(1, 1))).sum().backward()
         self.module = workload.make_module()
         wrap(self.module)  # checks the model, and sends that of rank 0 to all ranks
         self._rank = rank
@@ -266,6 +273,14 @@ class Side:
                 turn.clear()
             return Block(tuple(times[_WARM_UP:]), *turn.costs())
 
+    def time_alone(self, steps: int) -> float | None:
+        """Return the median step of the bare model while no other rank computes, on rank 0."""
+        if self._rank > 0:
+            return None
+        with self.turn(BARE, FIRST_STEP) as (turn, _):
+            times = [turn.step_alone().step for _ in range(_WARM_UP + steps)]
+        return statistics.median(times[_WARM_UP:])
+
     def begin_training(self, entry: Entry, function: str) -> None:
         """Train from the first step, with parameters of its own; free an earlier training."""
         self._mean = []
@@ -284,7 +299,7 @@ class Side:
         """Let the entry take a turn, see Note [One model for all entries]."""
         parameters = list(self.module.parameters()) if entry.changes_parameters else []
         before = [parameter.detach().clone() for parameter in parameters]
-        peak = MemoryPeak()
+        peak = memory_peak(self._workload.device)
         turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
         yield turn, peak
         turn.close()

@@ -137,6 +137,9 @@ class Comparison:
     """All pairs of hosts, if torchrun started the ranks."""
     failures: tuple[Failure, ...] = ()
     """The hooks that failed, each once."""
+    alone_seconds: float | None = None
+    """A step of the bare model on one rank while no other computes, if ranks share CUDA devices;
+    else None. The verdicts then judge by this and the exposed times, in which bare shared too."""
     measuring_seconds: float | None = field(default=None, compare=False)
     """The time that the comparison took."""
 
@@ -145,7 +148,8 @@ class Comparison:
         if not self.rows:
             return "\n".join(["nothing was measured", *map(str, self.failures)])
         gradients = format_bytes(self.rows[0].gradient_bytes)
-        parts = [f"{self.model}, {self.world_size} ranks, {gradients} of gradients"]
+        ranks = f"{self.world_size} ranks on {self.machine.get('device', 'CPU')}"
+        parts = [f"{self.model}, {ranks}, {gradients} of gradients"]
         for lines in self._tables():
             known = (f"{n}: {_EXPLANATIONS[n]}" for n in lines[0] if n in _EXPLANATIONS)
             parts += [aligned(lines), "\n".join(known)]
@@ -244,6 +248,9 @@ class Comparison:
         if baseline is None or len(rows.keys() - {"bare", baseline}) == 0:
             return ""
         seconds = {hook: row.step_seconds for hook, row in rows.items()}
+        if self.alone_seconds is not None:
+            exposed = {hook: row.exposed_seconds or 0.0 for hook, row in rows.items()}
+            seconds = {hook: self.alone_seconds + each for hook, each in exposed.items()}
 
         def noise(*hooks: str) -> float:
             """Return about two standard errors of the difference of medians."""

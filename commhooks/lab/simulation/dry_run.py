@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ReduceOp
 
+from commhooks.cluster import CPU, Device
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange, completed
 from commhooks.comm.wire import all_reduce_bytes
@@ -67,12 +68,14 @@ def dry_run(
     ranks_per_node: int = 1,
     first_step: int = 1000,
     is_timed: bool = True,
+    device: Device = CPU,
 ) -> list[tuple[float, StepTrace]]:
     """Trace the hook on all buckets, once for each kind of step, with the share of such steps.
 
     ``buckets`` are those of one step, in order; their gradients are not changed. The hook may write
     to ``parameters``, which are given by name, as are their ``roles``. Seconds are the shortest of
-    a few runs, or zeros unless ``is_timed``; those of forward and backward are zeros.
+    a few runs, or zeros unless ``is_timed``; those of forward and backward are zeros. On a device
+    they are those of the host or of the device, whichever takes longer.
 
     Raises CommHookError if the hook does not work with this model or with ``size`` ranks, or if it
     fails in a fake group.
@@ -80,7 +83,7 @@ def dry_run(
     with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
         prepare(hook, parameters, fake_group(size), roles)
-        tracer = _Tracer(hook, size, ranks_per_node, is_timed=is_timed)
+        tracer = _Tracer(hook, size, ranks_per_node, device if is_timed else None)
         kinds = _typical_steps(hook, buckets, size, first_step)
         end = time.monotonic() + _SECONDS
         for step in kinds:
@@ -115,14 +118,17 @@ def dry_run(
 class _Tracer:
     """Runs a hook in a fake group, and its exchanges as soon as it has handed them over."""
 
-    def __init__(self, hook: CommHook, size: int, ranks_per_node: int, *, is_timed: bool) -> None:
+    def __init__(
+        self, hook: CommHook, size: int, ranks_per_node: int, device: Device | None
+    ) -> None:
         self._awaited: set[Exchange] = set()
         self._begun: list[Exchange] = []
         self._hook = hook
         self._size = size
         self._ranks_per_node = ranks_per_node
-        self._clock = time.perf_counter if is_timed else lambda: 0.0
-        self._scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
+        self._clock = device.now if device else lambda: 0.0
+        scratch = torch.zeros(_EVICTING_ELEMENTS if device else 0)
+        self._scratch = device.put(scratch) if device else scratch
 
     def step(self, buckets: Sequence[GradBucket], step: int) -> list[BucketTrace]:
         """Trace the hook on copies of the buckets."""

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import bucket_key_of, native_of
 from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
@@ -132,7 +130,7 @@ def measure(
     """
     busy = min(job.ranks_per_machine, cores())
     if ranks is None:
-        with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
+        with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
     ranks.make(RankSide, job, busy)
@@ -177,13 +175,14 @@ class RankSide:
         keys = tuple(map(key_of, self.parameters))
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
-            dist.barrier(self._together)
+            self.job.device.barrier(self._together)
             step = profile(
                 self._model,
                 lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
                 key_of,
                 self.alone,
                 bucket_cap_mb=self.job.bucket_cap_mb,
+                device=self.job.device,
             )
             self._profile = keys, step
         return self._profile[1]
@@ -196,9 +195,9 @@ class RankSide:
         hook = create(config)
         with as_launched(job.ranks_per_node):
             prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
-        step = self.profile(partial(bucket_key_of, hook))
-        is_native = native_of(create(config), self.alone) is not None
-        dist.barrier(self._together)
+        step = self.profile(hook.bucket_key)
+        is_native = create(config).native(self.alone) is not None
+        job.device.barrier(self._together)
         by_size = {
             size: [
                 (share, step.with_hook(trace, is_native=is_native))
@@ -211,6 +210,7 @@ class RankSide:
                     ranks_per_node=job.ranks_per_node,
                     first_step=job.first_step,
                     is_timed=not is_native,  # its work is the engine's, which the profile contains
+                    device=job.device,
                 )
             ]
             for size in sizes
@@ -219,7 +219,7 @@ class RankSide:
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:
-    """Measure with the first two of ``ranks``, while the others are idle."""
+    """Measure with the first two of ``ranks``, on their CPUs, while the others are idle."""
     rates: Gloo = ranks(_measure_pair)[0]
     return rates
 
@@ -236,7 +236,7 @@ class _Chain(CommHook):
 
 
 def _measure_pair(rank: int) -> Gloo | None:
-    pair = dist.new_group([0, 1])
+    pair = dist.new_group([0, 1], backend=Gloo.name)
     if rank > 1:
         return None
     model = wrap(nn.Linear(4, 1, bias=False), process_group=pair)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
+from commhooks.cluster import CPU, Device
 from commhooks.comm.exchange import completed
 from commhooks.costs.step_trace import BucketTrace, StepTrace
 from reducer import GradBucket
@@ -44,14 +46,15 @@ def profile(
     alone: dist.ProcessGroup,
     *,
     bucket_cap_mb: float | None = None,
+    device: Device = CPU,
 ) -> StepProfile:
-    """Run a few steps in the group ``alone``, of one rank.
+    """Run a few steps of a model on ``device`` in the group ``alone``, of one rank.
 
     ``forward`` maps the wrapped model to a loss. Only parameters with equal keys share a bucket.
     """
     wrapped = wrap(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
     adapter = adapter_of(wrapped)
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, device)
     adapter.install(recorder)
     adapter.regroup(key_of)
     for _ in range(_WARM_UP):
@@ -73,32 +76,35 @@ def _step(
 ) -> StepTrace:
     model.zero_grad(set_to_none=True)
     recorder.launches.clear()
-    start = time.perf_counter()
+    device = recorder.device
+    start = device.mark()
     loss = forward(model)
-    between = time.perf_counter()
+    between = device.mark()
     loss.backward()  # type: ignore[no-untyped-call]
-    end = time.perf_counter()
+    end = device.mark()
+    device.synchronize()
     moments, sizes = zip(*recorder.launches, strict=True)
-    unpacking = (end - moments[-1]) / max(1, sum(sizes))  # per byte
+    unpacking = device.seconds(moments[-1], end) / max(1, sum(sizes))  # per byte
     buckets = tuple(
-        BucketTrace(nbytes, moment - before, unpacking * nbytes)
+        BucketTrace(nbytes, device.seconds(before, moment), unpacking * nbytes)
         for nbytes, before, moment in zip(sizes, (between, *moments[:-1]), moments, strict=True)
     )
-    return StepTrace(buckets, between - start, is_native=False)
+    return StepTrace(buckets, device.seconds(start, between), is_native=False)
 
 
 class _Recorder:
     """A torch-style hook that returns each bucket unchanged and notes when it was called."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.launches: list[tuple[float, int]] = []
-        """The moment and the bytes of each bucket of the current step."""
+    def __init__(self, model: nn.Module, device: Device) -> None:
+        self.device = device
+        self.launches: list[tuple[Any, int]] = []
+        """The mark and the bytes of each bucket of the current step."""
         self.kept: list[GradBucket] | None = None
         """Copies of the buckets, unless None."""
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __call__(self, bucket: TorchBucket) -> Future[Tensor]:
-        self.launches.append((time.perf_counter(), bucket.buffer().nbytes))
+        self.launches.append((self.device.mark(), bucket.buffer().nbytes))
         if self.kept is not None:
             self.kept.append(self._copy(bucket))
         return completed(bucket.buffer())

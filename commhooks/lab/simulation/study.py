@@ -18,7 +18,8 @@ BASELINE = "allreduce"
 _LONG_CURVE = 1024  # nodes
 _RATES = [10 ** (6 + step / 2) for step in range(15)]  # 1 Mbit/s to 10 Tbit/s
 _PRECISION = 1.01  # of a break-even rate
-_LOOPBACK = Link(1e15)  # bytes only cost time on cores, which is in the rates of Gloo
+UNLIMITED = Link(1e15)
+"""A link that takes no time."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Study:
     speed: float = 1.0
     baseline: str = BASELINE
     loopback_seconds: Mapping[str, float] | None = None
+    loopback: Link = UNLIMITED
+    """The link over which they are measured."""
 
     @cached_property
     def predictions(self) -> dict[str, Prediction]:
@@ -77,9 +80,11 @@ class Study:
         seconds = self._simulate(hook, replace(self.network, link=link)).step_seconds
         if self.loopback_seconds is None:
             return seconds
-        loopback = replace(self.network, link=_LOOPBACK, node_link=_LOOPBACK)
+        loopback = replace(self.network, link=self.loopback, node_link=self.loopback)
         added = seconds - self._simulate(hook, loopback).step_seconds
-        return self.loopback_seconds[hook] + max(0.0, added)
+        if bits_per_second <= self.loopback.bits_per_second:
+            added = max(0.0, added)
+        return self.loopback_seconds[hook] + added
 
     def break_even(self, hook: str) -> BreakEvenRates | None:
         """Return the rates of links at which ``hook`` beats the baseline; None if it never does."""

@@ -1,0 +1,35 @@
+"""Compare hooks on GPT-2 small, two ranks on this GPU: ``python -m bench.gpu.links FILE``
+
+Ranks use NCCL over sockets. Needs root for the links of 10 and 1 Gbit/s, and 25 if the sockets
+reach it. Takes at most four minutes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from bench.measured_hooks import TORCHS
+from commhooks.cluster import Device, Ranks
+from commhooks.lab.comparison import compare
+from commhooks.lab.comparison.hosts import measure_pairs
+
+RATES = (25e9, 10e9, 1e9)
+ALWAYS = 10e9
+STEPS = 4  # plain averaging over 1 Gbit/s takes four seconds each
+HOOKS = (TORCHS["torch bf16"], TORCHS["torch powersgd"], "allreduce", "bf16", "int8", "int4",
+         "powersgd:rank=4", "topk:density=0.01", "onebit")  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print the tables, and write the file."""
+    device = Device.choose("cuda")
+    with Ranks(2, device=device) as ranks:
+        pair = next(measure_pairs(ranks, [(0, 1)], device))
+    reached = [rate for rate in RATES if rate <= max(ALWAYS, pair.bits_per_second)]
+    found = compare("gpt2-small", HOOKS, links=reached, steps=STEPS, timeout=60, device=device)
+    print(found)
+    Path(sys.argv[1]).write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

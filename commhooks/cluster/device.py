@@ -1,0 +1,127 @@
+"""The device on which ranks compute: its backend, its clock, and how ranks take it.
+
+A device is a parameter: what depends on it is here, and nothing else asks for its type.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from commhooks.errors import CommHookError
+from reducer.backends import GLOO, NCCL
+
+_TYPES = ("cpu", "cuda")
+
+
+class DeviceError(CommHookError, ValueError):
+    """The device does not exist, or cannot run the ranks."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The CPU, with Gloo, or the CUDA devices of this machine, with NCCL; rank r has one of them.
+
+    Times are differences between moments: of the host on a CPU, of the current stream on CUDA.
+    """
+
+    type: str = "cpu"
+
+    @classmethod
+    def choose(cls, found: "Device | str | None") -> "Device":
+        """Return the device of this name; for None, "cuda" where torch finds one, else "cpu".
+
+        Raises DeviceError.
+        """
+        if isinstance(found, Device):
+            return found
+        has_cuda = torch.cuda.is_available()
+        if found is None:
+            found = "cuda" if has_cuda else "cpu"
+        if found not in _TYPES:
+            hint = "; CUDA_VISIBLE_DEVICES chooses among CUDA devices" if ":" in found else ""
+            raise DeviceError(f"expected the device 'cpu' or 'cuda', found {found!r}{hint}")
+        if found == "cuda" and not has_cuda:
+            raise DeviceError(
+                f"expected a CUDA device, and torch {torch.__version__} finds none; use 'cpu'"
+            )
+        return cls(found)
+
+    def __str__(self) -> str:
+        """Return "CPU", or the number and the name of the CUDA devices."""
+        if self.type == "cpu":
+            return "CPU"
+        return f"{self.count()} x {torch.cuda.get_device_name(0)}"
+
+    @property
+    def backend(self) -> str:
+        """The backend of process groups."""
+        return GLOO if self.type == "cpu" else NCCL
+
+    def count(self) -> int | None:
+        """Return the number of devices that ranks take in turn; None if they only share cores."""
+        return None if self.type == "cpu" else torch.cuda.device_count()
+
+    def sharing(self, ranks: int) -> int:
+        """Return how many of ``ranks`` on this machine share a device; 1 if none does."""
+        return -(-ranks // (self.count() or ranks))
+
+    def free_bytes(self) -> int | None:
+        """Return the free memory of the device that has least; None if ranks need no device."""
+        count = self.count()
+        return None if count is None else min(torch.cuda.mem_get_info(i)[0] for i in range(count))
+
+    def put(self, value: Any) -> Any:
+        """Return a module, a tensor, or tuples, lists and dicts of tensors on the device."""
+        if self.type == "cpu":
+            return value
+        return tree_map(lambda each: each.to(self.type) if hasattr(each, "to") else each, value)
+
+    def barrier(self, group: dist.ProcessGroup | None = None) -> None:
+        """Wait on the host until all ranks of the group are here and their devices are idle."""
+        own = None if self.backend == GLOO else [torch.cuda.current_device()]
+        dist.barrier(group, device_ids=own)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait on the host for all work on the device."""
+        if self.type != "cpu":
+            torch.cuda.synchronize()
+
+    def now(self) -> float:
+        """Return seconds of the host's clock at which all work on the device has ended."""
+        self.synchronize()
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """Return the moment that the current stream has come to."""
+        if self.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks, after :meth:`synchronize`."""
+        return float(last - first) if self.type == "cpu" else first.elapsed_time(last) / 1e3
+
+
+CPU = Device()
+
+
+def nccl_environment(rank: int, is_shared: bool, host: str | None) -> dict[str, str]:
+    """Return the environment of a rank that NCCL takes for a host of its own, else nothing.
+
+    NCCL refuses two ranks of one host on the same device, so with fewer devices than ranks each
+    rank says that it is a host of its own. ``host``: the name of the network namespace that stands
+    for a host; NCCL would go around its link, inside the machine or over InfiniBand.
+    """
+    if not (is_shared or host):
+        return {}
+    name = f"{host or socket.gethostname()}, rank {rank}" if is_shared else str(host)
+    network = {} if host is None else {"NCCL_NET": "Socket"}
+    return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0", **network}
