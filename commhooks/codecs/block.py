@@ -184,7 +184,7 @@ class BlockCodec:
         finite: Tensor | None = None,
     ) -> None:
         """Decode the mean of each ``count`` messages."""
-        codes = self._format.codes.replace("true", "false")  # how they were rounded is no matter
+        codes = self._format.codes.replace("true", "false")  # decoding does not depend on rounding
         received = (messages, count, messages.size(1), kept, finite, self._format.is_vote)
         parts = len(messages) // count
         self._launch("decode", codes, values, part_length, parts, *received)

@@ -64,6 +64,7 @@ def test_verdicts_leave_out_what_ranks_wait_for_each_other() -> None:
     assert text.startswith("Use powersgd:rank=4,start_step=0, 1.8 times as fast as bf16")
 
 
+@pytest.mark.exhaustive  # the kernels of all hooks are emulated, in 30 seconds
 def test_a_plan_on_a_fake_device() -> None:
     job = Job("support.small_models:make", device=FakeDevice())
     specs = [hook_spec(name) for name in ("allreduce", "int8")]
