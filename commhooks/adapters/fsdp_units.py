@@ -281,16 +281,27 @@ def on_end_of_backward(model: nn.Module, end: EndOfBackward) -> None:
                 setattr(state, name, functools.partial(_finish, name, weakref.ref(state), end))
 
 
+_watched: weakref.WeakKeyDictionary[Any, list[Unit]] = weakref.WeakKeyDictionary()
+
+
 def on_optimizer_step(owner: Any, units: Iterable[Unit]) -> None:
     """Call :meth:`Unit.note_step` after each step of torch's optimizers, while ``owner`` lives."""
-    units = list(units)
+    _watch_optimizers()
+    _watched[owner] = list(units)
 
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # One hook for the whole process: a finalizer that removes a hook could run while torch iterates
+    # over the hooks of this and other code.
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for units in list(_watched.values()):
         for unit in units:
             unit.note_step(parameters)
-
-    weakref.finalize(owner, register_optimizer_step_post_hook(note).remove)
 
 
 def _finish(name: str, state: Any, end: EndOfBackward, *args: Any) -> None:

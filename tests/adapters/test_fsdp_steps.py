@@ -1,5 +1,6 @@
 """What a step is on sharded models, and what hooks get if a unit is reduced twice in one."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from support.sharded import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from commhooks.adapters.fsdp_units import on_optimizer_step
 from commhooks.algorithms.exact import AllReduce
 
 HEAD = ["head.weight", "head.bias"]
@@ -345,3 +348,20 @@ def probe(rank: int, size: int) -> None:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run it twice")
 def test_a_backward_of_a_part_of_a_unit_is_a_step(run_ranks: Any) -> None:
     run_ranks(probe, 2)
+
+
+def test_a_model_may_die_in_an_optimizer_step() -> None:
+    class Owner:
+        pass
+
+    owners = [Owner()]
+    on_optimizer_step(owners[0], [])
+    end = weakref.finalize(owners[0], str)
+    first = register_optimizer_step_post_hook(lambda *_: owners.clear())
+    second = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        first.remove()
+        second.remove()
+    assert not end.alive
