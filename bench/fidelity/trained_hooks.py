@@ -126,7 +126,6 @@ _VARIANTS = [
     # DiLoCo itself is the hook's default.
     TrainedHook("diloco:inner=int8", name="INTELLECT-1"),
     TrainedHook(f"diloco:inner={_E3M0},{_DELAYED}", name="Streaming DiLoCo"),
-    TrainedHook("diloco:inner=int4,eager=true,outer_lr=0.4", name="Eager updates"),
     TrainedHook("diloco:inner=int2", "Muon", name="MuLoCo"),
     TrainedHook(f"diloco:outer_lr=1.0,outer_momentum=0.0,inner={_SPARSE}", name="SparseLoCo"),
     TrainedHook("diloco:inner=int4", name="diloco with int4"),

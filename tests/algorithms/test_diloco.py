@@ -31,20 +31,11 @@ class Outer:
         if is_due:
             differences = zip(self.anchors, of_ranks, strict=True)
             self.sent[step] = [(a - p).detach() for a, p in differences]
-            if self.hook.eager:
-                self.step(self.eager_gradients(step), of_ranks)
-        if not self.hook.eager and step - self.hook.delay in self.sent:
+        if step - self.hook.delay in self.sent:
             self.step([self.mean(step - self.hook.delay)] * len(of_ranks), of_ranks)
 
     def mean(self, step: int) -> Tensor:
         return torch.stack(self.sent[step]).mean(0)
-
-    def eager_gradients(self, step: int) -> list[Tensor]:
-        size, old = len(self.anchors), self.sent.get(step - self.hook.period)
-        if old is None:
-            return [own / size for own in self.sent[step]]
-        others = [sum(old) - own for own in old]
-        return [(own + x) / size for own, x in zip(self.sent[step], others, strict=True)]
 
     def step(self, gradients: list[Tensor], of_ranks: list[nn.Parameter]) -> None:
         for anchor, optimizer, gradient, parameter in zip(
@@ -95,8 +86,6 @@ HOOKS = {
     "delay": DiLoCo(period=4, delay=2, merge=0.5),
     "delay of a period": DiLoCo(period=2, delay=2, outer_lr=0.4),
     "streaming": DiLoCo(period=3, fragments=3, delay=2, merge=0.5, start_step=1),
-    "eager": DiLoCo(period=2, eager=True, outer_lr=0.4, start_step=1),
-    "eager fragments": DiLoCo(period=3, fragments=2, eager=True),
 }
 STEPS = 11
 
@@ -131,8 +120,7 @@ def test_training_is_what_the_definition_says(
     "name",
     [
         "streaming",
-        "eager fragments",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("DiLoCo", "delay", "eager")),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("DiLoCo", "delay")),
     ],
 )
 def test_resumes_bitwise(run_ranks: Any, name: str) -> None:
@@ -182,23 +170,6 @@ def test_fragments_and_delay_by_hand(run_ranks: Any) -> None:
     first, second = run_ranks(take_steps, 2, options, [[1.0] * 10, [3.0] * 10])
     assert first == {"a": -12.25, "b": -11.0625}
     assert second == {"a": -20.75, "b": -22.5625}
-
-
-def test_eager_updates_by_hand(run_ranks: Any) -> None:
-    """Rank 0 has gradients of 1; rank 1 of 3 in the first two steps, then of 1.
-
-    In step 2, the outer gradients are 2 and 6. Of the others nothing has arrived, so the anchors
-    become 0 - 2/2 = -1 and 0 - 6/2 = -3. In step 4 they are 2 and 2; the other rank's is 6 and 2:
-    the anchors become -1 - (2 + 6)/2 = -5 and -3 - (2 + 2)/2 = -5. In step 6 all are 2: -7 and -7.
-    Then one step follows.
-    """
-    options = {"period": 2, "eager": True, "outer_lr": 1.0, "outer_momentum": 0.0}
-    gradients = [[1.0] * 3, [3.0] * 2 + [1.0]]
-    first, second = run_ranks(take_steps, 2, options, gradients)
-    assert (first["a"], second["a"]) == (-2.0, -4.0)
-    gradients = [[1.0] * 7, [3.0] * 2 + [1.0] * 5]
-    first, second = run_ranks(take_steps, 2, options, gradients)
-    assert (first["a"], second["a"]) == (-8.0, -8.0)
 
 
 # ------------------------------------------------------------------------------------- the parts
@@ -304,7 +275,7 @@ def lose(rank: int, size: int, options: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 4}, {"eager": True}], ids=str)
+@pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 4}], ids=str)
 def test_models_are_averaged_after_a_failed_step(run_ranks: Any, options: Any) -> None:
     first, second = run_ranks(lose, 2, options)
     before, after, later = list(zip(first, second, strict=True))[8:]
@@ -339,7 +310,7 @@ def lose_a_local_step(rank: int, size: int, options: dict[str, Any]) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 2, "fragments": 2}, {"eager": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"delay": 2, "fragments": 2}], ids=str)
 def test_a_local_step_that_fails_on_one_rank_fails_once_on_each(
     run_ranks: Any, options: Any
 ) -> None:
@@ -395,7 +366,7 @@ def not_finite(rank: int, size: int, options: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("options", "bad"),
-    [({}, {2: (0, 1)}), ({"delay": 1}, {3: (0, 1)}), ({"eager": True}, {2: (1,), 4: (0, 1)})],
+    [({}, {2: (0, 1)}), ({"delay": 1}, {3: (0, 1)})],
     ids=str,
 )
 def test_an_average_that_is_not_finite_shows_in_gradients(
@@ -412,7 +383,6 @@ def test_an_average_that_is_not_finite_shows_in_gradients(
 INNER = r"'inner'.*expected a hook that averages gradients, such as int8; "
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"delay": 31}, "'delay'.*at most the period, 30, found 31"),
-    ({"eager": True, "delay": 1}, "'delay'.*expected 0 with eager=True.*found 1"),
     ({"inner": "local_sgd"}, f"{INNER}LocalSGD.*changes parameters"),
     ({"inner": "noop"}, f"{INNER}Noop.*does not return the same on all ranks"),
     ({"inner": "diloco"}, f"{INNER}DiLoCo.*changes parameters"),

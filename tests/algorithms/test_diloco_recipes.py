@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,10 +36,6 @@ RECIPES: dict[str, tuple[dict[str, Any], int]] = {
     "DiLoCo": ({"period": 500}, 2 * (N - 1) * 4 * ELEMENTS // N),
     "INTELLECT-1": ({"period": 100, "inner": "int8"}, two_shot(8, 256)),
     "Streaming DiLoCo": ({"period": 100, "inner": E3M0, **STREAMING}, two_shot(4, 1024)),
-    "Eager updates": (
-        {"period": 100, "inner": "int4", "eager": True, "outer_lr": 0.4},
-        two_shot(4, 128),
-    ),
     "MuLoCo": ({"period": 30, "inner": "int2"}, two_shot(2, 64)),
     # Per chunk a bitmap of 64 bits; 64 indices with one more bit in it and 6 others; 64 values of 2
     # bits; and a scale.
@@ -122,30 +117,3 @@ def test_the_page_has_these_figures() -> None:
         assert float(bytes_) == pytest.approx(per_element, rel=0.005)
         of_eight = per_element * (7 if is_gathered else 7 / 8)
         assert int(saving) == round(options["period"] * 8 * 7 / 8 / of_eight)
-
-
-def growth(outer_lr: float, outer_momentum: float, own: float) -> float:
-    """Return by what a difference from the optimum is multiplied in each period, in the long run.
-
-    Ranks are at the optimum after a period, and ``own`` is the share of the outer gradients that is
-    not a period late. The state is (difference, the one before, momentum).
-    """
-    late = 1 - own
-    now, before, momentum = (
-        -outer_lr * (1 + outer_momentum) * own,
-        -outer_lr * (1 + outer_momentum) * late,
-        -outer_lr * outer_momentum**2,
-    )
-    period = np.array([[1 + now, before, momentum], [1, 0, 0], [own, late, outer_momentum]])
-    return float(abs(np.linalg.eigvals(period)).max())
-
-
-def test_the_page_says_when_eager_updates_are_unstable() -> None:
-    page = (ROOT / "docs" / "hooks" / "diloco.md").read_text()
-    rows = re.findall(r"^\| (0\.\d), (0\.\d) \| (.+) \|$", page, flags=re.MULTILINE)
-    assert len(rows) == 4
-    for outer_lr, outer_momentum, cells in rows:
-        for share, cell in zip((1, 1 / 2, 1 / 4, 1 / 8, 1 / 64), cells.split(" | "), strict=True):
-            expected = growth(float(outer_lr), float(outer_momentum), share)
-            assert float(cell.strip("*")) == pytest.approx(expected, abs=0.0051)
-            assert cell.startswith("**") == (expected > 1)

@@ -15,7 +15,6 @@ HOOKS: list[dict[str, Any]] = [
     {"name": "local_sgd", "period": 2},
     {"name": "diloco", "period": 2},
     {"name": "diloco", "period": 2, "delay": 2, "merge": 0.5},
-    {"name": "diloco", "period": 2, "eager": True},
 ]
 names = pytest.mark.parametrize("config", HOOKS, ids=lambda config: str(list(config.values())))
 

@@ -198,7 +198,7 @@ def count_bytes(rank: int, size: int) -> None:
     assert trainer.handle.stats().total.wire_bytes == 4 + 120 / 2
 
 
-@pytest.mark.parametrize("options", [{"delay": 1}, {"eager": True}])
+@pytest.mark.parametrize("options", [{"delay": 1}])
 def test_whole_steps_around_exchanges(options: dict[str, Any]) -> None:
     inner = {"name": "diloco", **options}
     without = SkipNonfinite(inner=commhooks.create("diloco"), whole_steps=True)

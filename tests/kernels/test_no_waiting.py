@@ -48,7 +48,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 } | {
     "diloco, fragments": {"name": "diloco", "period": 2, "fragments": 2},
     "diloco, delay": {"name": "diloco", "period": 2, "delay": 1, "inner": "int8"},
-    "diloco, eager": {"name": "diloco", "period": 2, "eager": True, "outer_lr": 0.4},
     "guard, switching": {  # in step 5
         "name": "guard", "inner": {"name": "powersgd", "rank": 1, **LOW_RANK}, "max_error": 1e-9,
         "every": 4,

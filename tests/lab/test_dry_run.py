@@ -202,7 +202,6 @@ def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
 EXCHANGES = [
     ({"name": "diloco", "period": 8, "delay": 3, "inner": "int8"}, 3),
     ({"name": "diloco", "period": 8, "delay": 8}, 8),
-    ({"name": "diloco", "period": 5, "eager": True}, 5),
 ]
 
 

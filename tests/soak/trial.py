@@ -42,7 +42,6 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "local_sgd", "period": 2},
     {"name": "diloco", "period": 3, "start_step": 2},
     {"name": "diloco", "period": 4, "fragments": 2, "delay": 3, "merge": 0.5, "inner": "int4"},
-    {"name": "diloco", "period": 2, "eager": True},
 )
 
 IN_HOOK = ("before", "in", "after")

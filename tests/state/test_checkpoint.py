@@ -27,7 +27,6 @@ HOOKS: dict[str, dict[str, Any]] = {
     "batched": {"name": "batched_powersgd", **POWERSGD},
     "diloco": {"name": "diloco", "period": 1},
     "delayed": {"name": "diloco", "period": 1, "delay": 1},
-    "eager": {"name": "diloco", "period": 1, "eager": True},
     "push_sum": {"name": "push_sum"},
     "no state": {"name": "bf16"},
     "schedule": {

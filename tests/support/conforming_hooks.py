@@ -46,7 +46,6 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     ],
     "diloco": [
         {"period": 2, "delay": 1, "fragments": 2, "inner": "int8"},
-        {"period": 1, "eager": True},
         {"period": 1, "inner": POWERSGD},
     ],
     "bf16": [{"two_shot": True}, {}],

@@ -36,7 +36,6 @@ HOOKS: dict[str, dict[str, Any]] = {
     "fragments": {"name": "diloco", "period": 6, "fragments": 3, "inner": FEEDBACK},
     "delay": {"name": "diloco", "period": 6, "fragments": 2, "delay": 2, "inner": INT8},
     "overlap": {"name": "diloco", "period": 6, "fragments": 3, "delay": 5, "merge": 0.5},
-    "eager": {"name": "diloco", "period": 4, "eager": True, "outer_lr": 0.3, "inner": INT8},
 }
 
 
@@ -133,10 +132,8 @@ def check_equal(found: Found, hook: dict[str, Any]) -> None:
         for line in each:
             if line["committed"]:
                 steps[line["step"], shard].append(line)
-    fields = ["participants"]
-    if not hook.get("eager"):
-        fields.append("anchors")
-    if not hook.get("eager") and hook.get("fragments", 1) == 1 and not hook.get("delay"):
+    fields = ["participants", "anchors"]
+    if hook.get("fragments", 1) == 1 and not hook.get("delay"):
         fields.append("parameters")
     for step, those in steps.items():
         for field in fields:
@@ -161,7 +158,7 @@ def check_return(plans: list[Plan], *, has_momentum: bool = True) -> Found:
     committed = [line["participants"] for line in back if line["committed"]][:TOGETHER]
     assert committed == [count] * TOGETHER
     if has_momentum:
-        assert back[0]["has_momentum"] == (hook["name"] == "diloco" and not hook.get("eager"))
+        assert back[0]["has_momentum"] == (hook["name"] == "diloco")
     for each in found.values():
         steps = [line["step"] for line in each]
         assert steps == sorted(set(steps))

@@ -1,10 +1,9 @@
 """DiLoCo: ranks train by themselves, and an outer optimizer moves their common model.
 
 Douillard et al., 2023, https://arxiv.org/abs/2311.08105; in fragments, with delays: Streaming
-DiLoCo, 2025, https://arxiv.org/abs/2501.18512; eager: Kale et al., 2025,
-https://arxiv.org/abs/2502.12996. A fragment with the parameters x of a rank, the anchor a and the
-momentum v of the outer optimizer, the period H and the delay τ. In step t, between the gradients
-and the optimizer's step::
+DiLoCo, 2025, https://arxiv.org/abs/2501.18512. A fragment with the parameters x of a rank, the
+anchor a and the momentum v of the outer optimizer, the period H and the delay τ. In step t, between
+the gradients and the optimizer's step::
 
     if t == start_step:
         a, v = x, 0                             # x is the same on all ranks
@@ -16,10 +15,6 @@ and the optimizer's step::
         a = a - η * (d + μ * v)                 # SGD with Nesterov momentum
         x = merge * x + (1 - merge) * a
     x = x - u(g)                                # the inner optimizer's step
-
-Eager updates, where i is this rank out of N, and the results of a period before are used::
-
-    d = (a - x_i) / N + mean of the old (a - x_j) over all j, without the old (a - x_i) / N
 """
 
 import functools
@@ -35,7 +30,6 @@ from torch import Tensor
 
 from commhooks.algorithms.averaging.local_sgd import LocalSteps
 from commhooks.algorithms.bucket_parameters import pack, parameters_of
-from commhooks.algorithms.host_copy import HostCopy
 from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
@@ -45,7 +39,7 @@ from commhooks.hook.capabilities import KnowsModel, any_declares
 from commhooks.hook.derived_bucket import Progress
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import AcrossRanks, StateField
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -72,18 +66,16 @@ class DiLoCo(KnowsModel, LocalSteps):
     begin with the mean of their parameters: one all-reduce of these, in float32. After a failed
     step, and after ``join``, that happens in the next step in which a fragment is due, and the
     outer optimizer starts from the beginning. Memory: two numbers per parameter element, one more
-    while an average is under way, and two more with ``eager``; and the inner hook's.
+    while an average is under way; and the inner hook's.
 
     If an average is not finite, no rank changes its parameters or state, and the gradients of the
-    bucket become NaN on all ranks. With ``eager``, anchors then no longer come from the same outer
-    gradients, so in the next step in which a fragment is due, its parameters are averaged again. If
-    the first mean is not finite, each rank keeps its parameters; on the CPU the next step tries
-    again, and on a GPU, where the host does not wait for the answer, anchors are NaN from then on,
-    and so are the gradients of steps in which a fragment is due.
+    bucket become NaN on all ranks. If the first mean is not finite, each rank keeps its parameters;
+    on the CPU the next step tries again, and on a GPU, where the host does not wait for the answer,
+    anchors are NaN from then on, and so are the gradients of steps in which a fragment is due.
 
     Raises:
-        CommHookOptionError: the delay is longer than the period, or given with ``eager``; or the
-            inner hook changes parameters, does not return the same on all ranks, or skips steps.
+        CommHookOptionError: the delay is longer than the period; or the inner hook changes
+            parameters, does not return the same on all ranks, or skips steps.
     """
 
     period: Annotated[int, Limits(ge=1)] = 30
@@ -99,10 +91,6 @@ class DiLoCo(KnowsModel, LocalSteps):
     merge: Annotated[float, Limits(ge=0.0, le=1.0)] = 0.0
     """The share that a parameter keeps of its own value when an average arrives; the rest is the
     anchor. With a delay, 0 discards the steps taken in the meantime."""
-    eager: bool = False
-    """Use the own outer gradient at once, and those of the other ranks one period later, which is
-    how long they may take. Anchors then differ between ranks, a little. The outer optimizer is less
-    stable: use a smaller ``outer_lr`` or ``outer_momentum``, see the hook's page."""
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages outer gradients."""
 
@@ -115,8 +103,6 @@ class DiLoCo(KnowsModel, LocalSteps):
         self._pending: dict[str, Pending] = {}
         self._progress = Progress(set())
         self._step = -1
-        # With `eager`, whether the last average of a parameter was finite, () bool.
-        self._has_common_anchor: dict[str, HostCopy] = {}
         self._has_recovered = False
         # Of messages that are not committed, by key: their parameters, and states of inner hooks.
         self._sent: dict[str, tuple[Sequence[str], list[Kept]]] = {}
@@ -125,16 +111,11 @@ class DiLoCo(KnowsModel, LocalSteps):
                 f"option 'delay' of hook {self.name!r}: expected at most the period, "
                 f"{self.period}, found {self.delay}"
             )
-        if self.eager and self.delay:
-            raise CommHookOptionError(
-                f"option 'delay' of hook {self.name!r}: expected 0 with eager=True, by which an "
-                f"average may take a whole period, found {self.delay}"
-            )
         self._check_inner()
 
     @property
     def has_exchanges(self) -> bool:
-        return self.eager or self.delay > 0
+        return self.delay > 0
 
     def _check_inner(self) -> None:
         if any_declares(self.inner, "changes_parameters") or not has_consensus(self.inner):
@@ -158,12 +139,10 @@ class DiLoCo(KnowsModel, LocalSteps):
         return None
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        kind: AcrossRanks = "averageable" if self.eager else "same"
-        names = ["anchor", "momentum", "sent"] if self.eager else ["anchor", "momentum"]
-        fields = [StateField.like(gradient, name, kind) for name in names]
-        if self.delay or self.eager:
+        fields = [StateField.like(gradient, name, "same") for name in ("anchor", "momentum")]
+        if self.delay:
             result = StateField.like(gradient, "outer_gradient", "same")
-            fields.append(replace(result, is_optional=not self.eager, is_finite=False))
+            fields.append(replace(result, is_optional=True, is_finite=False))
         return fields
 
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
@@ -188,16 +167,8 @@ class DiLoCo(KnowsModel, LocalSteps):
 
     def _begin_step(self, step: int) -> None:
         self._step = step
-        if self._turns.is_any_due(step):
-            for name in self._without_common_anchor():
-                self.state.pop(name, None)
-            self._has_common_anchor.clear()
         names = self._turns.names
         self._progress = Progress({name for name in names if self._sends(name, step)})
-
-    def _without_common_anchor(self) -> list[str]:
-        """Return the parameters whose anchors do not come from the same outer gradients."""
-        return [name for name, copy in self._has_common_anchor.items() if not copy.read()]
 
     async def _anchor(
         self, parameters: Mapping[str, Tensor], step: int, comm: Communicator
@@ -210,9 +181,6 @@ class DiLoCo(KnowsModel, LocalSteps):
             start = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
             anchor = select(finite, start, torch.nan)
             self.state[name] = {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
-            if self.eager:
-                self.state[name]["sent"] = torch.zeros_like(anchor)
-                self._pending[name] = Pending.finished(torch.zeros_like(anchor))
         return finite
 
     def _sends(self, name: str, step: int) -> bool:
@@ -232,7 +200,7 @@ class DiLoCo(KnowsModel, LocalSteps):
         due = {
             name: parameter
             for name, parameter in parameters.items()
-            if name in self._pending and not self.eager and self._has_arrived(name, step)
+            if name in self._pending and self._has_arrived(name, step)
         }
         return self._outer_step(due, await self._take(due))
 
@@ -255,31 +223,11 @@ class DiLoCo(KnowsModel, LocalSteps):
 
         Return as :meth:`_outer_step`.
         """
-        if self.eager:
-            return await self._send_eagerly(part, due, comm)
         if self.delay:
             self._begin(part, comm)
             return []
         await self._average(part, comm)
         return self._outer_step(due, part.gradients())
-
-    async def _send_eagerly(
-        self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
-    ) -> list[Tensor]:
-        """Step with this rank's outer gradients and with what the others sent a period ago."""
-        late = await self._take(due)
-        self._has_common_anchor |= dict.fromkeys(due, HostCopy(all_finite(pack(late))))
-        own = [gradient.clone() for gradient in part.gradients()]
-        self._begin(part, comm)
-        entries = [self._entry(name, parameter) for name, parameter in due.items()]
-        gradients = [
-            average.add(new - entry["sent"], alpha=1 / comm.size)
-            for average, new, entry in zip(late, own, entries, strict=True)
-        ]
-        (finite,) = self._outer_step(due, gradients)
-        for entry, new in zip(entries, own, strict=True):
-            entry["sent"] = select(finite, new, entry["sent"])
-        return [finite]
 
     def _begin(self, part: GradBucket, comm: Communicator) -> None:
         async def average(comm: Communicator) -> Tensor:
@@ -368,7 +316,7 @@ class DiLoCo(KnowsModel, LocalSteps):
         return step <= self.start_step or self._turns.is_any_due(step - self.delay)
 
     def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return {} if self.eager else self.state
+        return self.state
 
     def commit(self) -> None:
         super().commit()
@@ -379,8 +327,7 @@ class DiLoCo(KnowsModel, LocalSteps):
     def recover(self) -> None:
         """Forget pending averages, and the anchors, which may have moved on some ranks only.
 
-        If commits are followed, anchors return to the last commit instead, except with ``eager``,
-        where they differ between ranks.
+        If commits are followed, anchors return to the last commit instead.
 
         New anchors are made in the next step in which a fragment is due. Ranks notice a failure in
         the next step that sends at the latest; if one sent in an earlier step, others would answer
@@ -392,9 +339,8 @@ class DiLoCo(KnowsModel, LocalSteps):
         super().recover()
         self._has_recovered = True
         self._pending.clear()
-        self._has_common_anchor.clear()
         self._step = -1
-        if self.eager or not self._follows_commits:
+        if not self._follows_commits:
             self.state = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,13 +348,10 @@ class DiLoCo(KnowsModel, LocalSteps):
         for name, pending in self._pending.items():
             pending.exchange.result()  # on CUDA the stream waits for it
             state[name]["outer_gradient"] = pending.average.clone()
-        for name in self._without_common_anchor():
-            del state[name]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._has_common_anchor.clear()
         self._pending = {
             name: Pending.finished(entry.pop("outer_gradient"))
             for name, entry in self.state.items()
@@ -449,7 +392,7 @@ class Pending(NamedTuple):
 
     @classmethod
     def finished(cls, average: Tensor) -> "Pending":
-        """Return a finished one: a saved average, or zeros at the start."""
+        """Return a finished one: a saved average."""
         return cls(Exchange.finished(average), average)
 
 
