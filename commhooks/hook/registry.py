@@ -29,6 +29,8 @@ ENTRY_POINTS = "commhooks.hooks"
 Kind = TypeVar("Kind", bound=type[CommHook])
 
 _hooks: dict[str, type[CommHook]] = {}
+_declared: dict[str, str] = {}
+"""By name: ``package.module:Class``. Importing the module registers the hook."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind
     return register
 
 
+def declare(hooks: Mapping[str, str]) -> None:
+    """Declare hooks by name and ``package.module:Class``, imported when they are first used."""
+    _declared.update(hooks)
+
+
 def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
     """Make a hook from its name and options, or from a config that ``to_config()`` returned.
 
@@ -116,7 +123,7 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
 
 def available() -> list[str]:
     """Return the sorted names of all hooks, including those of other installed packages."""
-    return sorted({*_hooks, *_provided()})
+    return sorted({*_hooks, *_declared, *_provided()})
 
 
 def declared_candidates() -> list[str]:
@@ -183,6 +190,8 @@ def _add(name: str, kind: Any, *, override: bool) -> None:
             f"hook {name!r}: expected a name of letters, digits, '_', '-' and '.', so that it can "
             "be written in a spec such as powersgd:rank=4"
         )
+    if f"{kind.__module__}:{kind.__qualname__}" != _declared.get(name):
+        _load_declared(name)
     taken = _hooks.get(name)
     if taken is not None and not override and not _is_same(taken, kind):
         raise CommHookError(
@@ -216,6 +225,7 @@ def _is_same(taken: type, kind: type) -> bool:
 def _find(name: str) -> type[CommHook]:
     if ":" in name:
         return _load_class(name)
+    _load_declared(name)
     if name not in _hooks and name in (provided := _provided()):
         _load(provided[name])
     if name in _hooks:
@@ -226,6 +236,12 @@ def _find(name: str) -> type[CommHook]:
         + (did_you_mean(str(name), names) or ".")
         + f" Available: {', '.join(names)}."
     )
+
+
+def _load_declared(name: str) -> None:
+    if name not in _hooks and name in _declared:
+        kind = load_reference(_declared[name])  # its module registers it
+        _hooks.setdefault(name, kind)
 
 
 def _load_class(reference: str) -> type[CommHook]:

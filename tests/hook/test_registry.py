@@ -129,6 +129,12 @@ def test_a_taken_name_raises_unless_overridden() -> None:
     assert type(commhooks.create("allreduce", density=0.5)) is kind
 
 
+def test_a_name_of_this_package_is_taken_before_its_hook_is_imported() -> None:
+    registry._hooks.pop("topk", None)
+    with pytest.raises(commhooks.CommHookError, match=r"already registered, by commhooks\..*TopK"):
+        define("topk")
+
+
 def test_defining_a_hook_again_replaces_it() -> None:
     """This happens when a module is reloaded, or the cell of a notebook runs twice."""
     define("sparse")

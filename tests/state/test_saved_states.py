@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.states import of_rank, same_state
 
 import commhooks
-from commhooks.hook import registry
+from commhooks import algorithms
 from commhooks.hook.base import tree
 from commhooks.state import HookState
 from commhooks.testing.compare import same_bits, through_file
@@ -164,15 +164,7 @@ def test_dcp_keeps_the_state_of_each_rank(run_ranks: Any) -> None:
         run_ranks(kept_by_dcp, 2, folder)
 
 
-# The hooks of the package, because other tests register hooks of their own.
-OWN_HOOKS = [
-    name
-    for name, kind in sorted(registry._hooks.items())
-    if kind.__module__.startswith("commhooks.")
-]
-
-
-@pytest.mark.parametrize("name", OWN_HOOKS)
+@pytest.mark.parametrize("name", sorted(algorithms.HOOKS))
 def test_hooks_declare_their_state(name: str) -> None:
     options = {
         "int8": {},

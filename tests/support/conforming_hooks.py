@@ -1,7 +1,7 @@
 """Every hook of this package, with the options it is tested with."""
 
+from commhooks import algorithms
 from commhooks.costs.timeline import Timing
-from commhooks.hook import registry
 from commhooks.planning import Plan, Row
 from commhooks.testing.probe import probe_parameters
 
@@ -93,7 +93,5 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     ],
     "shared_topk": [{"density": 0.1, "warmup_steps": 1}],
 }
-OWN_HOOKS = sorted(
-    name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
-)
+OWN_HOOKS = sorted(algorithms.HOOKS)
 CASES = [(name, options) for name in OWN_HOOKS for options in OPTIONS.get(name, [{}])]
