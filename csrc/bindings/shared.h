@@ -1,4 +1,4 @@
-// What both extensions export: each has its own copy of the code in shared/.
+// The exports that both extensions have: each has its own copy of the code in shared/.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

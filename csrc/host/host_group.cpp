@@ -27,7 +27,7 @@ using std::chrono::milliseconds;
 
 constexpr size_t kCacheLine = 64;  // bytes
 
-// Where the threads of a process sleep, in the first page of its arena.
+// The futex on which threads of a process sleep, in the first page of its arena.
 struct Doorbell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleepers{0};
@@ -128,7 +128,7 @@ std::vector<std::shared_ptr<HostGroup>> living_groups() {
 
 // -------------------------------------------------------------------------------- shared by ranks
 
-// What a rank averages in an operation.
+// A rank's part of an operation.
 struct HostGroup::Slot {
   int64_t offset;  // in its arena
   int64_t bytes;

@@ -50,7 +50,7 @@ namespace commhooks {
 // step, it takes part in nothing more, and the peers quote its reason.
 class HostGroup final : public Transport, public std::enable_shared_from_this<HostGroup> {
  public:
-  // What peers need to know of a rank: the id of its process, the descriptor of its arena, the
+  // The address of a rank for its peers: the id of its process, the descriptor of its arena, the
   // offset of its control block there, and the nonce in that block.
   using Address = std::tuple<int64_t, int64_t, int64_t, uint64_t>;
 
@@ -83,15 +83,15 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
       size_t bucket,
       std::chrono::milliseconds timeout) override;
 
-  // Where peers find `tensor`, of `allocate`.
+  // The offset at which peers find `tensor`, which `allocate` returned.
   int64_t offset_of(const at::Tensor& tensor) const;
   // Returns the tensors that ranks have at these offsets, like `own`. They are not copies: agree on
   // who writes when.
   std::vector<at::Tensor> tensors_at(
       const std::map<int64_t, int64_t>& offsets, const at::Tensor& own) const;
 
-  // How often a sleeping thread sees whether its peers live. Tests make it long, so that a lost
-  // wake-up shows.
+  // The interval at which a sleeping thread checks that its peers live. Tests make it long, so that
+  // a lost wake-up shows.
   void set_liveness_interval(std::chrono::milliseconds interval) {
     liveness_interval_ = interval;
   }
@@ -104,7 +104,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   struct Peer;
   struct Operation;
   class Result;
-  // What is mapped of a peer's memory: the slice that this rank sums, that which the peer sums, or
+  // A mapped part of a peer's memory: the slice that this rank sums, the one that the peer sums, or
   // everything.
   enum Part { kSummedHere, kSummedThere, kWhole, kParts };
   using Clock = std::chrono::steady_clock;

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kTile = 2048;
 constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
 
-// How the numbers of a dtype are read into an accumulator, and written back.
+// Reads the numbers of a dtype into an accumulator, and writes them back.
 template <typename Number>
 struct Direct {
   using Stored = Number;

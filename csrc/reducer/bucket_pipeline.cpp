@@ -238,7 +238,7 @@ void BucketPipeline::end_collecting() {
 
 // -------------------------------------------------------------------------------- to the hooks
 
-// What the thread that has the turn needs of the step; another thread may end the step meanwhile.
+// A copy of what a launch needs from the step, which another thread may end meanwhile.
 struct BucketPipeline::Launch {
   Bucket* bucket;
   std::shared_ptr<Hook> hook;

@@ -1,4 +1,4 @@
-// Where autograd keeps a parameter's gradient.
+// Access to a parameter's gradient in autograd.
 #pragma once
 
 #include <ATen/core/Tensor.h>

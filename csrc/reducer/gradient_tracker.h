@@ -1,4 +1,4 @@
-// Which gradients of a step have arrived, in which order, and what that tells about the graph.
+// Tracks which gradients of a step have arrived, in which order, and what that says of the graph.
 #pragma once
 
 #include "reducer/options.h"

@@ -14,8 +14,8 @@
 
 namespace commhooks {
 
-// How the reducer packs gradients for a hook: multiplied by `scale` and cast to `dtype` (default:
-// the dtype of the gradients), and with `checks_finite` also whether all packed numbers are finite.
+// The form in which a hook gets gradients: multiplied by `scale` and cast to `dtype` (default: the
+// dtype of the gradients). With `checks_finite` the reducer also finds out whether all are finite.
 // None of these costs an extra pass over the memory. `keeps_views`: gradients that are views of the
 // bucket are not cast, because the hook does that.
 struct PackFormat {

@@ -1,4 +1,4 @@
-// What errors say of parameters.
+// Descriptions of parameters in errors.
 #pragma once
 
 #include "reducer/options.h"

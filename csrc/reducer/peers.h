@@ -1,4 +1,4 @@
-// What users get when a collective fails because a peer is lost.
+// Errors of collectives that fail because a peer is lost.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

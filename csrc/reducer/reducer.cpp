@@ -332,7 +332,7 @@ void Reducer::on_backward_start(int64_t announcement) {
   }
 }
 
-// What is to be done about a gradient without the lock.
+// The work on a gradient that needs no lock.
 struct Reducer::Gradient {
   bool begins_backward = false;
   bool is_left_out = false;

@@ -29,7 +29,7 @@ struct ReductionGroup {
   std::shared_ptr<Hook> hook;
   GroupPtr process_group;
   TransportPtr memory;  // that the buckets of dense gradients are in; may be null
-  // What the hook and the process group, which may be written in Python, have answered.
+  // The answers of the hook and the process group, which may be written in Python.
   PackFormat format;
   bool passes_through;
   int64_t ranks;

@@ -31,7 +31,7 @@ namespace commhooks {
 // the next forward starts clean.
 enum class Phase { Idle, Collecting, Draining, Abandoned };
 
-// Where the time of a step went; the epoch of the clock means unknown.
+// The times of a step; the epoch of the clock means unknown.
 struct StepTimes {
   using Clock = Span::Clock;
 
@@ -42,7 +42,7 @@ struct StepTimes {
 };
 
 // Replaced as a whole when a step begins and when it ends: nothing in it survives its step.
-// What belongs to a bucket in this step is in Bucket::Reduction. A step begins with the forward
+// The state of a bucket in this step is in Bucket::Reduction. A step begins with the forward
 // that announces a backward and ends once all averages are written, which need not be inside a
 // backward; so nothing here may depend on one.
 struct Step {

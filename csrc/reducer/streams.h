@@ -31,7 +31,8 @@ namespace commhooks {
 // Memory that is used on another stream than the one it was allocated on is recorded there, so that
 // it is not reused too early.
 //
-// What a hook keeps from step to step: Note [Streams and lifetimes] in runtime/side_stream.py.
+// For state that a hook keeps from step to step, see Note [Streams and lifetimes] in
+// runtime/side_stream.py.
 //
 // This covers one step. The next step comes after it, because its forward reads the parameters that
 // the optimizer wrote on the caller's stream.

@@ -18,7 +18,7 @@ class Transport {
   // For messages and logging data.
   virtual const char* name() const = 0;
 
-  // How many ranks it connects.
+  // The number of ranks that it connects.
   virtual int size() const = 0;
 
   // Returns uninitialized memory, flat, that `average` need not copy.

@@ -1,4 +1,4 @@
-// Which thread works on the buckets.
+// The right of one thread at a time to work on the buckets.
 #pragma once
 
 #include "shared/lock.h"
@@ -19,7 +19,7 @@ namespace commhooks {
 //     method that ends the step.
 //   * Threads that pack single gradients into a bucket are helpers. They have no turn: the bucket
 //     is not ready before they have finished.
-// Who has the turn, and all other bookkeeping of the reducer, is guarded by `mutex`.
+// `mutex` guards the holder of the turn and all other bookkeeping of the reducer.
 class Turn {
   // Requires `is_open()`. Returns false if the thread had the turn before.
   bool take() {

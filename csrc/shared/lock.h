@@ -23,7 +23,7 @@ namespace commhooks {
 //      is bookkeeping: numbers, and pointers that are copied or swapped. Former values leave the
 //      lock through `Lock::replace` before they are destroyed.
 //   2. No lock is waited for with the GIL held: bindings of functions that lock release the GIL.
-// What takes longer, or calls Python, is not done under a lock: see Note [The turn] in
+// Nothing slow, and nothing that calls Python, runs under a lock: see Note [The turn] in
 // reducer/turn.h.
 class Lock {
  public:
