@@ -108,8 +108,7 @@ _NOT_TRIED = {"auto", "noop", REFERENCE}
 def trained_hooks() -> list[TrainedHook]:
     """Return one trained per hook, by name, without the reference."""
     special = {trained.hook: trained for trained in _SPECIAL}
-    own = {getattr(algorithms, kind).name for kind in algorithms.__all__}
-    names = sorted(own - _NOT_TRIED)
+    names = sorted(algorithms.HOOKS.keys() - _NOT_TRIED)
     return [special.get(name, TrainedHook(name)) for name in names]
 
 

@@ -6,7 +6,6 @@ nothing to say. It may have more.
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ class Family:
     hooks: tuple[str, ...]
 
 
-_KINDS = {kind.name: kind for kind in map(algorithms.__dict__.get, algorithms.__all__)}
 _TITLES = {
     "exact": "Plain averaging",
     "quantized": "Few bits",
@@ -59,7 +57,11 @@ _TITLES = {
     "adaptive": "Hooks that adapt",
 }
 FAMILIES = tuple(
-    Family(name, title, tuple(n for n in sorted(_KINDS) if commhooks.describe(n).family == name))
+    Family(
+        name,
+        title,
+        tuple(n for n in sorted(algorithms.HOOKS) if commhooks.describe(n).family == name),
+    )
     for name, title in _TITLES.items()
 )
 NAMES = {hook: family for family in FAMILIES for hook in family.hooks}
@@ -161,7 +163,8 @@ def _control(row: Row) -> str:
 
 def source(name: str) -> str:
     info = commhooks.describe(name)
-    file = Path(inspect.getsourcefile(_KINDS[name]) or "").relative_to(ROOT).as_posix()
+    module, _, kind = algorithms.HOOKS[name].partition(":")
+    file = f"commhooks/algorithms/{module.replace('.', '/')}.py"
     paper = f"Paper: <{info.paper}>. " if info.paper else ""
     pages = {f"{NAMES[name].name}.md": "the hooks of this family", "index.md": "all hooks"}
     links = [
@@ -169,10 +172,7 @@ def source(name: str) -> str:
         for page, text in pages.items()
         if "\n## What happens when" in (PAGES / page).read_text()
     ]
-    return (
-        f"{paper}Code: `{file}`, class `{_KINDS[name].__name__}`. What happens when: see "
-        f"{' and '.join(links)}."
-    )
+    return f"{paper}Code: `{file}`, class `{kind}`. What happens when: see {' and '.join(links)}."
 
 
 def overview(_: str) -> str:

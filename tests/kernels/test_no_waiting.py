@@ -16,7 +16,7 @@ from support.simulated_ranks import simulate
 from torch import nn
 
 import commhooks
-from commhooks import CommHook, algorithms
+from commhooks import algorithms
 from commhooks.hook.roles import prepare
 from commhooks.lab.simulation.dry_run import fake_group
 from commhooks.testing.probe import draw_gradients, probe_parameters
@@ -38,13 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"stages": [[0, "allreduce"], [2, "int8"]]},
     "skip_nonfinite": {"inner": "bf16"},
 }
-NAMES = {
-    kind.name
-    for kind in vars(algorithms).values()
-    if isinstance(kind, type) and issubclass(kind, CommHook)
-}
 CONFIGS: dict[str, dict[str, Any]] = {
-    name: {"name": name, **OPTIONS.get(name, {})} for name in sorted(NAMES - {"auto"})
+    name: {"name": name, **OPTIONS.get(name, {})} for name in sorted(algorithms.HOOKS.keys() - {"auto"})
 } | {
     "diloco, fragments": {"name": "diloco", "period": 2, "fragments": 2},
     "diloco, delay": {"name": "diloco", "period": 2, "delay": 1, "inner": "int8"},

@@ -121,7 +121,7 @@ def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
     page = (ROOT / "docs" / "hooks" / "diloco.md").read_text()
     table = re.findall(r"^\| \[(.+?)\]\(.*?\) \| `(.*?)`", page, re.M)
     variants = {trained.title: hook_spec(trained.spec).config for trained in trained_on("gpt")}
-    assert len(table) == 6
+    assert len(table) == 5
     for name, options in table:
         written = eval(f"dict({options})", {"F": 5})
         written.pop("period")
