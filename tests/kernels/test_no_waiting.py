@@ -39,7 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "skip_nonfinite": {"inner": "bf16"},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    name: {"name": name, **OPTIONS.get(name, {})} for name in sorted(algorithms.HOOKS.keys() - {"auto"})
+    name: {"name": name, **OPTIONS.get(name, {})}
+    for name in sorted(algorithms.HOOKS.keys() - {"auto"})
 } | {
     "diloco, fragments": {"name": "diloco", "period": 2, "fragments": 2},
     "diloco, delay": {"name": "diloco", "period": 2, "delay": 1, "inner": "int8"},
