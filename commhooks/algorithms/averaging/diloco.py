@@ -88,7 +88,7 @@ class DiLoCo(KnowsModel, LocalSteps):
     """F, parts of the model that are averaged in different steps; with FSDP2, of whole units."""
     delay: Annotated[int, Limits(ge=0)] = 0
     """τ, steps that an average may take while training goes on."""
-    merge: Annotated[float, Limits(ge=0.0, le=1.0)] = 0.0
+    merge: Annotated[float, Limits(ge=0, le=1)] = 0.0
     """The share that a parameter keeps of its own value when an average arrives; the rest is the
     anchor. With a delay, 0 discards the steps taken in the meantime."""
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
