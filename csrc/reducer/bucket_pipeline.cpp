@@ -1,6 +1,7 @@
 #include "reducer/bucket_pipeline.h"
 
 #include "reducer/peers.h"
+#include "reducer/thread_state.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
@@ -327,7 +328,10 @@ void BucketPipeline::launch(const Launch& launch) {
   const auto handed_over = Clock::now();
   auto pending = with_peers(
       launch.process_group, [&] { return describe_average(bucket); },
-      [&] { return launch.hook->run(packed); });
+      [&] {
+        const WithoutPythonObjects hidden;
+        return launch.hook->run(packed);
+      });
   if (has_ended()) {
     pending->wait();  // the hook itself has ended the step
     return;

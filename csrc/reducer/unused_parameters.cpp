@@ -1,5 +1,7 @@
 #include "reducer/unused_parameters.h"
 
+#include "reducer/thread_state.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
@@ -47,6 +49,7 @@ void UnusedParameters::start_sharing(
   }
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
+  const WithoutPythonObjects hidden;
   for (const auto& group : groups) {
     maps_.push_back(to_device(at::tensor(numbers, at::TensorOptions().dtype(at::kInt)), device));
     if (group->getSize() > 1) {

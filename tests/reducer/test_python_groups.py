@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -36,6 +37,7 @@ class Doubling(dist.ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]
         self.store = store
         self.by_future = by_future
+        self.states_in_backward: list[bool] = []  # whether a Work would keep backward's context
 
     def get_group_store(self) -> Any:
         return self.store
@@ -48,6 +50,8 @@ class Doubling(dist.ProcessGroup):
         return self.answer(tensors)
 
     def allreduce(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        if torch._C._current_graph_task_id() >= 0:
+            self.states_in_backward.append(torch._C._is_key_in_tls("context"))
         for tensor in tensors:
             tensor.mul_(2)
         return self.answer(tensors)
@@ -82,3 +86,20 @@ def test_groups_in_python_average(kind: Any, has_store: bool, by_future: bool, v
         commhooks.CommHookError, match=r"works on gloo, nccl; .* group uses 'doubling' for"
     ):
         commhooks.register(model, "int8")
+
+
+@pytest.mark.parametrize("hook", [None, "torch's"])
+def test_collectives_do_not_keep_the_context_of_backward(hook: str | None) -> None:
+    """A thread of Gloo that drops it while the interpreter ends aborts the process."""
+    group = Doubling(None, by_future=True)
+    options: dict[str, Any] = {"process_group": group, "find_unused_parameters": True}
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 1), **options)
+    if hook is not None:
+        model.register_comm_hook(group, allreduce_hook)
+    seen = []
+    model.module.weight.register_hook(lambda _: seen.append(torch._C._is_key_in_tls("context")))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert seen == [True] * 3  # for others it is there
+    assert len(group.states_in_backward) >= 3
+    assert not any(group.states_in_backward)
