@@ -24,7 +24,7 @@ def main() -> None:
     """Measure, print the tables, and write the file."""
     device = Device.choose("cuda")
     with Ranks(2, device=device) as ranks:
-        pair = next(measure_pairs(ranks, [(0, 1)], device))
+        pair = next(measure_pairs(ranks, [(0, 1)]))
     reached = [rate for rate in RATES if rate <= max(ALWAYS, pair.bits_per_second)]
     found = compare("gpt2-small", HOOKS, links=reached, steps=STEPS, timeout=60, device=device)
     print(found)

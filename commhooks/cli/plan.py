@@ -24,7 +24,6 @@ from commhooks.cli.common import (
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
-from commhooks.lab.comparison.compare import check_kernels
 from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import BASELINE, Job
 from commhooks.lab.verdict import cost_of_measuring
@@ -105,7 +104,6 @@ def plan(
     )
     texts = [spec.text for spec in specs]
     hooks = [*specs, error] if isinstance(error, HookSpec) and error.text not in texts else specs
-    check_kernels(hooks, cluster.device)
     rules = [rule.strip() for rule in exact.split(",") if rule.strip()]
     start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):

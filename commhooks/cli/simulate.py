@@ -24,7 +24,6 @@ from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.comparison.compare import check_kernels
 from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, measure
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
@@ -69,7 +68,6 @@ def simulate(
     network = cluster.network
     usable, reasons = usable_hooks(hooks, model, cluster.backend)
     specs = with_references(usable, BASELINE, CAUTIOUS)
-    check_kernels(specs, cluster.device)
     job = Job(
         model,
         input_factory,

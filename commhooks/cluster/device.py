@@ -3,6 +3,7 @@
 A device is a parameter: what depends on it is here, and nothing else asks for its type.
 """
 
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from commhooks.errors import CommHookError
 from reducer.backends import GLOO, NCCL
 
 _TYPES = ("cpu", "cuda")
+_DEFAULT = "COMMHOOKS_DEVICE"
+"""The environment variable with the device of whoever names none."""
 
 
 class DeviceError(CommHookError, ValueError):
@@ -33,21 +36,25 @@ class Device:
 
     @classmethod
     def choose(cls, found: "Device | str | None") -> "Device":
-        """Return the device of this name; for None, "cuda" where torch finds one, else "cpu".
+        """Return the device of this name.
 
-        Raises DeviceError.
+        For None, that of the environment variable COMMHOOKS_DEVICE; without it, "cuda" where torch
+        finds a device, else "cpu". Raises DeviceError.
         """
         if isinstance(found, Device):
             return found
         has_cuda = torch.cuda.is_available()
+        where = ""
         if found is None:
-            found = "cuda" if has_cuda else "cpu"
+            where = f" in {_DEFAULT}" if (found := os.environ.get(_DEFAULT)) else ""
+            found = found or ("cuda" if has_cuda else "cpu")
         if found not in _TYPES:
             hint = "; CUDA_VISIBLE_DEVICES chooses among CUDA devices" if ":" in found else ""
-            raise DeviceError(f"expected the device 'cpu' or 'cuda', found {found!r}{hint}")
+            raise DeviceError(f"expected the device 'cpu' or 'cuda'{where}, found {found!r}{hint}")
         if found == "cuda" and not has_cuda:
             raise DeviceError(
-                f"expected a CUDA device, and torch {torch.__version__} finds none; use 'cpu'"
+                f"expected a CUDA device{where}, and torch {torch.__version__} finds none; use "
+                "'cpu'"
             )
         return cls(found)
 

@@ -58,7 +58,14 @@ class RankCaller(ABC):
     """Runs functions on all ranks, each of which may keep an object between calls."""
 
     world_size: int
+    device: Device
+    """What the ranks compute on."""
     _making: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of ranks on this machine."""
+        return self.world_size
 
     @abstractmethod
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -120,7 +127,7 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         timeout: float = 600.0,
     ) -> None:
         self.world_size = world_size
-        self._device = device
+        self.device = device
         self._timeout = timeout
         self._link = link
         interface = "lo" if link is None else link.interface
@@ -133,7 +140,7 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         """Start the ranks as new processes."""
         self._pool.close()
         try:
-            backend = self._device.backend
+            backend = self.device.backend
             if self._link is not None:
                 # The parent is not in the namespaces of the hosts.
                 place, hosts = (self._link.address, _PORT), self._link.hosts
@@ -192,8 +199,11 @@ class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
             )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         self._results = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @property
+    def local_world_size(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results by rank. They are sent in a group of their own."""

@@ -32,7 +32,8 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.simulation.dry_run import dry_run
+from commhooks.lab.limits import check_model
+from commhooks.lab.simulation.dry_run import check_kernels, dry_run
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
 from commhooks.lab.simulation.study import BASELINE
 from commhooks.planning import Choice, Group, Problem
@@ -120,9 +121,12 @@ def measure_groups(
     Raises:
         CommHookOptionError: a rule is invalid.
         ModelError: the model cannot be made or run.
-        CommHookError: plain averaging fails.
+        LimitError: there is too little memory.
+        CommHookError: plain averaging fails, or a hook needs CuPy, and it cannot be used.
     """
     exact_names(exact, {}, None)  # before processes start
+    check_model(job, _RANKS)
+    check_kernels(hooks, job.device)
     reasons: dict[str, str] = {}
     outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:

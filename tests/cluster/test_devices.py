@@ -18,7 +18,7 @@ from commhooks.cluster.links import ShapedLink
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     with patch.dict(os.environ):
-        for name in ("NCCL_HOSTID", "NCCL_MNNVL_ENABLE"):
+        for name in ("NCCL_HOSTID", "NCCL_MNNVL_ENABLE", "COMMHOOKS_DEVICE"):
             os.environ.pop(name, None)
         yield
 
@@ -74,6 +74,22 @@ def variables(rank: int) -> list[str | None]:
 def test_both_libraries_use_the_same_interface() -> None:
     with Ranks(1) as ranks:
         assert ranks(variables) == [["lo", "lo"]]
+
+
+def test_the_environment_chooses_for_those_who_name_no_device() -> None:
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        os.environ["COMMHOOKS_DEVICE"] = "cpu"
+        assert Device.choose(None) == CPU
+        assert Device.choose("cuda") == Device("cuda")
+        os.environ["COMMHOOKS_DEVICE"] = "tpu"
+        with pytest.raises(DeviceError, match=r"'cpu' or 'cuda' in COMMHOOKS_DEVICE, found 'tpu'$"):
+            Device.choose(None)
+    os.environ["COMMHOOKS_DEVICE"] = "cuda"
+    with (
+        patch.object(torch.cuda, "is_available", lambda: False),
+        pytest.raises(DeviceError, match=r"a CUDA device in COMMHOOKS_DEVICE, and torch .* none"),
+    ):
+        Device.choose(None)
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])

@@ -190,13 +190,15 @@ class TrainingRun:
         self._count = 0
         self._seconds = 0.0
 
-    def step(self) -> None:
-        """Run the next training step, which all ranks begin together."""
+    def step(self) -> float:
+        """Run the next training step, which all ranks begin together; return its seconds."""
         self._device.barrier()
         start = self._device.now()
         self._validate = self._next()
-        self._seconds += self._device.now() - start
+        seconds = self._device.now() - start
+        self._seconds += seconds
         self._count += 1
+        return seconds
 
     def validate(self) -> TrainingPoint:
         """Return the point after the last step; its loss is the mean over ranks."""

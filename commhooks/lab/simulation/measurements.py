@@ -28,10 +28,11 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
-from commhooks.hook.spec import HookLike, config_of
+from commhooks.hook.spec import HookLike, config_of, hook_spec
+from commhooks.lab.limits import check_model
 from commhooks.lab.machine import cores, free_memory
 from commhooks.lab.models import ModelError, Workload
-from commhooks.lab.simulation.dry_run import as_launched, dry_run, fake_group
+from commhooks.lab.simulation.dry_run import as_launched, check_kernels, dry_run, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
@@ -126,10 +127,13 @@ def measure(
     A hook that cannot be simulated is left out, with the reason. Uses ``ranks``, at least 2, if
     given, else starts processes of its own. If it raises, ``ranks`` cannot be used any more.
 
-    Raises ModelError, and the error of plain averaging if that cannot be simulated.
+    Raises ModelError; LimitError and CommHookError if memory or kernels are missing, before
+    anything starts; and the error of plain averaging if that cannot be simulated.
     """
     busy = min(job.ranks_per_machine, cores())
     if ranks is None:
+        check_model(job, max(2, busy))
+        check_kernels(map(hook_spec, hooks), job.device)
         with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
