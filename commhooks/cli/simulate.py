@@ -68,15 +68,8 @@ def simulate(
     network = cluster.network
     usable, reasons = usable_hooks(hooks, model, cluster.backend)
     specs = with_references(usable, BASELINE, CAUTIOUS)
-    job = Job(
-        model,
-        input_factory,
-        device=cluster.device,
-        ranks_per_node=cluster.ranks_per_node,
-        ranks_per_machine=cluster.ranks_per_node,
-        bucket_cap_mb=cluster.bucket_cap_mb,
-        first_step=step,
-    )
+    here = cluster.ranks_per_node
+    job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
     known = _measured(job, specs, cluster.world_size, measurements)
     reasons |= {s.text: reason for s in specs if (reason := known.reason(s)) is not None}
     study = Study(

@@ -120,15 +120,34 @@ class Device:
 CPU = Device()
 
 
-def nccl_environment(rank: int, is_shared: bool, host: str | None) -> dict[str, str]:
-    """Return the environment of a rank that NCCL takes for a host of its own, else nothing.
+def take_device(rank: int, world_size: int, host: str | None = None) -> None:
+    """Use CUDA device ``rank`` modulo their number in this process. Call it before NCCL is used.
 
     NCCL refuses two ranks of one host on the same device, so with fewer devices than ranks each
-    rank says that it is a host of its own. ``host``: the name of the network namespace that stands
-    for a host; NCCL would go around its link, inside the machine or over InfiniBand.
+    rank says that it is a host of its own, in variables that are set unless they are already. Ranks
+    that share a device show that results and order are right, and no times of NVLink: they take
+    turns, and a small collective takes 5 ms with 2 ranks, 27 ms with 4 (H200).
+
+    Args:
+        rank: on this machine.
+        world_size: number of ranks on this machine.
+        host: the name of the network namespace that stands for a host; NCCL would go around its
+            link, inside the machine or over InfiniBand.
+
+    Raises:
+        DeviceError: there is no device.
     """
-    if not (is_shared or host):
-        return {}
-    name = f"{host or socket.gethostname()}, rank {rank}" if is_shared else str(host)
-    network = {} if host is None else {"NCCL_NET": "Socket"}
-    return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0", **network}
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise DeviceError(
+            f"[rank {rank}] NCCL needs a CUDA device, and torch {torch.__version__} finds none; "
+            "use the backend 'gloo'"
+        )
+    is_shared = world_size > count
+    if is_shared or host:
+        name = f"{host or socket.gethostname()}, rank {rank}" if is_shared else str(host)
+        os.environ.setdefault("NCCL_HOSTID", name)
+        os.environ.setdefault("NCCL_MNNVL_ENABLE", "0")
+    if host:
+        os.environ.setdefault("NCCL_NET", "Socket")
+    torch.cuda.set_device(rank % count)

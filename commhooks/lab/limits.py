@@ -62,18 +62,17 @@ def check_limits(world_size: int, model: ModelSize, device: Device = CPU) -> Non
         )
     free, sharing = device.free_bytes(), device.sharing(world_size)
     on_host = (_PROCESS_BYTES, _COPIES) if free is None else (_CUDA_PROCESS_BYTES, 0)
-    where = " that share a device" if sharing > 1 else " on a device of its own"
+    where = " that share a device" if sharing > 1 else " with an own device"
     for ranks, place, available, own_bytes, copies in (
         (world_size, "", available_bytes(), *on_host),
         (sharing, where, free, _CONTEXT_BYTES, _COPIES),
     ):
-        each = own_bytes + model.parameter_bytes + copies * model.gradient_bytes
-        if available is not None and ranks * each > available:
-            gradients = f", and {copies} x {format_bytes(model.gradient_bytes)} of gradients, "
-            gradients += "buckets, errors and temporary memory"
+        needed = ranks * (own_bytes + model.parameter_bytes + copies * model.gradient_bytes)
+        if available is not None and needed > available:
+            process, parameters, gradients = map(format_bytes, (own_bytes, *model[:2]))
             raise LimitError(
-                f"{ranks} rank{'s' * (ranks > 1)}{place} need about {format_bytes(ranks * each)}, "
-                f"and {format_bytes(available)} are free: each needs {format_bytes(own_bytes)} for "
-                f"its process, {format_bytes(model.parameter_bytes)} for parameters"
-                f"{gradients if copies else ''}; use fewer ranks or a smaller model"
+                f"{ranks} rank{'s' * (ranks > 1)}{place} need about {format_bytes(needed)}, and "
+                f"{format_bytes(available)} are free: for each {process} of a process, "
+                f"{parameters} of parameters and {copies} x {gradients} of gradients, buckets, "
+                "errors and temporary memory; use fewer ranks or a smaller model"
             )

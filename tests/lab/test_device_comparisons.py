@@ -123,7 +123,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @COMMANDS
 @pytest.mark.usefixtures("_nothing_starts")
 def test_too_little_memory_of_the_device_is_refused(command: Any) -> None:
-    sizes = "need about 2 GB, and 1.9 GB are free: each needs 1 GB for its process, 74.5 kB for pa"
+    sizes = "need about 2 GB, and 1.9 GB are free: for each 1 GB of a process, 74.5 kB of paramete"
     with pytest.raises(LimitError, match=f"^2 ranks that share a device {re.escape(sizes)}"):
         command(["allreduce"], FakeDevice(memory=1_900_000_000))
 
@@ -165,7 +165,7 @@ def test_memory_of_a_device_of_ones_own_is_limited() -> None:
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(10**10, 10**11)),
     ):
         check_limits(2, ModelSize(10**9, 10**9, 1e-7), CUDA)
-        with pytest.raises(LimitError, match=r"^1 rank on a device of its own need about 10\.9 GB"):
+        with pytest.raises(LimitError, match=r"^1 rank with an own device need about 10\.9 GB"):
             check_limits(2, ModelSize(11 * 10**8, 11 * 10**8, 1e-7), CUDA)
 
 

@@ -290,7 +290,7 @@ class Experiment:
             case "measuring":
                 by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
                 steps = zip(*(block.times for block in by_rank), strict=True)
-                slowest = tuple(map(StepTimes.slowest, steps))
+                slowest = tuple(StepTimes(*map(max, zip(*step, strict=True))) for step in steps)
                 own = by_rank[0]
                 block = Block(slowest, own.wire_bytes, own.waited_seconds)
                 setting.blocks.setdefault(name, []).append(block)
@@ -344,13 +344,7 @@ class Experiment:
             if entry.name in figures and (config := entry.simulated_config)
         }
         size, workload = self.conditions.world_size, self.conditions.workload
-        job = Job(
-            workload.model,
-            workload.input,
-            device=workload.device,
-            ranks_per_machine=size,
-            first_step=FIRST_STEP,
-        )
+        job = Job(**vars(workload), ranks_per_machine=size, first_step=FIRST_STEP)
         try:
             pair = next(measure_pairs(ranks, [(0, 1)]))
             found = measure(job, list(configs.values()), [size], ranks)

@@ -29,7 +29,7 @@ its time does not count. ::
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,11 +60,6 @@ class StepTimes(NamedTuple):
 
     step: float
     backward: float
-
-    @classmethod
-    def slowest(cls, by_rank: Iterable["StepTimes"]) -> "StepTimes":
-        """Return the longest times of all ranks."""
-        return cls(*map(max, zip(*by_rank, strict=True)))
 
 
 @dataclass(frozen=True)

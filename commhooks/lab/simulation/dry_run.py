@@ -282,27 +282,24 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
 
 
 def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
-    """Raise CommHookError if hooks could not be registered for want of kernels on the device."""
+    """Raise CommHookError if hooks could not be registered for want of kernels on the device.
+
+    Registration is tried on tensors that stand for those of the device. Other reasons against a
+    hook, which depend on the model, do not count.
+    """
     try:
         require(torch.device(device.type))
-    except CommHookError as error:
-        if needing := [spec.text for spec in specs if not _works_without(spec, device, str(error))]:
-            raise CommHookError(
-                f"{', '.join(needing)}: {error}; or measure on the device 'cpu'"
-            ) from error
-
-
-def _works_without(spec: HookSpec, device: Device, reason: str) -> bool:
-    """Return whether registration, tried on tensors that only resemble those of the device, works.
-
-    Other reasons against the hook, which depend on the model, do not count.
-    """
-    with patch.dict(BACKENDS, meta=BACKENDS[device.type]):
-        try:
-            prepare(spec.create(), {"": torch.empty(1, device="meta")}, fake_group(2), None)
-        except CommHookError as error:
-            return reason not in str(error)
-    return True
+    except CommHookError as missing:
+        needing = []
+        for spec in specs:
+            with patch.dict(BACKENDS, meta=BACKENDS[device.type]):
+                try:
+                    prepare(spec.create(), {"": torch.empty(1, device="meta")}, fake_group(2), None)
+                except CommHookError as error:
+                    needing += [spec.text] * (str(missing) in str(error))
+        if needing:
+            names = ", ".join(needing)
+            raise CommHookError(f"{names}: {missing}; or measure on the device 'cpu'") from missing
 
 
 def as_launched(ranks_per_node: int) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,24 +203,36 @@ class RankSide:
         step = self.profile(hook.bucket_key)
         is_native = create(config).native(self.alone) is not None
         job.device.barrier(self._together)
+        # The work of a native hook is the engine's, which the profile contains.
+        runs = self.dry_runs(config, step.buckets, sizes, is_timed=not is_native)
         by_size = {
-            size: [
-                (share, step.with_hook(trace, is_native=is_native))
-                for share, trace in dry_run(
-                    config,
-                    step.buckets,
-                    self.parameters,
-                    self.roles,
-                    size=size,
-                    ranks_per_node=job.ranks_per_node,
-                    first_step=job.first_step,
-                    is_timed=not is_native,  # its work is the engine's, which the profile contains
-                    device=job.device,
-                )
-            ]
-            for size in sizes
+            size: [(share, step.with_hook(trace, is_native=is_native)) for share, trace in found]
+            for size, found in runs.by_size.items()
         }
-        return DryRuns(by_size, job.ranks_per_node)
+        return replace(runs, by_size=by_size)
+
+    def dry_runs(
+        self,
+        config: Mapping[str, Any],
+        buckets: Sequence[GradBucket],
+        sizes: Sequence[int],
+        *,
+        is_timed: bool = True,
+    ) -> DryRuns:
+        """Trace a hook that averages some buckets in worlds of ``sizes``."""
+        names = {name for bucket in buckets for name in bucket.names}
+        run = partial(
+            dry_run,
+            config,
+            buckets,
+            {name: p for name, p in self.parameters.items() if name in names},
+            self.roles,
+            ranks_per_node=self.job.ranks_per_node,
+            first_step=self.job.first_step,
+            is_timed=is_timed,
+            device=self.job.device,
+        )
+        return DryRuns({size: run(size=size) for size in sizes}, self.job.ranks_per_node)
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:
