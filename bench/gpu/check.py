@@ -114,7 +114,7 @@ def stages() -> list[Stage]:
         Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200),
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, kernels),
         *(
-            Stage(f"{number} ranks", (*tests, SEVERAL, "-k", f"{number} ranks"), 200, kernels,
+            Stage(f"{number} ranks", (*tests, SEVERAL, "-k", f"test_{number}_ranks"), 200, kernels,
                   may_time_out=not workers)
             for number in (2, 4)
         ),
