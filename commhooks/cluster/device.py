@@ -44,17 +44,17 @@ class Device:
         if isinstance(found, Device):
             return found
         has_cuda = torch.cuda.is_available()
-        where = ""
+        default = os.environ.get(_DEFAULT) if found is None else None
+        where = f" in {_DEFAULT}" if default else ""
         if found is None:
-            where = f" in {_DEFAULT}" if (found := os.environ.get(_DEFAULT)) else ""
-            found = found or ("cuda" if has_cuda else "cpu")
+            found = default or ("cuda" if has_cuda else "cpu")
         if found not in _TYPES:
             hint = "; CUDA_VISIBLE_DEVICES chooses among CUDA devices" if ":" in found else ""
             raise DeviceError(f"expected the device 'cpu' or 'cuda'{where}, found {found!r}{hint}")
         if found == "cuda" and not has_cuda:
+            version = torch.__version__
             raise DeviceError(
-                f"expected a CUDA device{where}, and torch {torch.__version__} finds none; use "
-                "'cpu'"
+                f"expected a CUDA device{where}, and torch {version} finds none; use 'cpu'"
             )
         return cls(found)
 

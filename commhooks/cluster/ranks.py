@@ -58,14 +58,11 @@ class RankCaller(ABC):
     """Runs functions on all ranks, each of which may keep an object between calls."""
 
     world_size: int
+    local_world_size: int
+    """The number of ranks on this machine."""
     device: Device
     """What the ranks compute on."""
     _making: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of ranks on this machine."""
-        return self.world_size
 
     @abstractmethod
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -126,7 +123,7 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         threads: int = 1,
         timeout: float = 600.0,
     ) -> None:
-        self.world_size = world_size
+        self.world_size = self.local_world_size = world_size
         self.device = device
         self._timeout = timeout
         self._link = link
@@ -202,11 +199,8 @@ class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
             )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         self._results = dist.new_group(backend="gloo", timeout=_PATIENCE)
-
-    @property
-    def local_world_size(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results by rank. They are sent in a group of their own."""

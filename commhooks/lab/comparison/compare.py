@@ -12,7 +12,7 @@ from commhooks.cluster import Device, LaunchedRanks
 from commhooks.cluster import links as shaped
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.units import format_rate
-from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
+from commhooks.hook.spec import HookLike, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import (
     Conditions,
@@ -122,8 +122,13 @@ def compare(
     own = [each for each in hooks if isinstance(each, Entry)]
     named = [each for each in hooks if not isinstance(each, Entry)]
     specs, reasons = parse_hook_specs(named)  # the module of the model may register hooks
-    _check_names(specs)
-    if not any(spec.text == CAUTIOUS for spec in specs):
+    if not specs:
+        raise ComparisonError("expected at least one hook to compare")
+    names = [spec.text for spec in specs]
+    for name in (BARE.name, TORCH.name):
+        if name in names:
+            raise ComparisonError(f"hook {name!r} has the name of a baseline; rename it")
+    if CAUTIOUS not in names:
         specs.insert(0, hook_spec(CAUTIOUS))
     check_kernels(specs, conditions.workload.device)
     notes = []
@@ -156,14 +161,6 @@ def compare(
         raise ComparisonInterrupted(found) from None
     found = report.comparison(links, complete=True)
     return replace(found, measuring_seconds=time.monotonic() - start)
-
-
-def _check_names(specs: Sequence[HookSpec]) -> None:
-    if not specs:
-        raise ComparisonError("expected at least one hook to compare")
-    for spec in specs:
-        if spec.text in (BARE.name, TORCH.name):
-            raise ComparisonError(f"hook {spec.text!r} has the name of a baseline; rename it")
 
 
 @dataclass(frozen=True)
