@@ -28,7 +28,7 @@ _DEATH = "a rank dies at"
 class Raised(NamedTuple):
     """An error, and the seconds until it was raised, since the start of the call.
 
-    If the rank ended instead: "exit code", its last lines, and the seconds since the death.
+    If the rank ended instead: "exit code", its output and the seconds since the death.
     """
 
     kind: str
@@ -102,9 +102,11 @@ def _result(process: RankProcess, patience: float) -> Raised:
     try:
         result = process.receive()
     except (EOFError, ConnectionError):
-        now, code = time.monotonic(), process.exit_code()
-        before, _, after = process.log().rpartition(_DEATH)
-        assert before or after, f"rank ended with exit code {code} before the death"
+        now, code, log = time.monotonic(), process.exit_code(), process._log
+        assert log is not None
+        log.seek(0)
+        _, death, after = log.read().decode(errors="replace").rpartition(_DEATH)
+        assert death, f"rank ended with exit code {code} before the death: {after[-2000:]}"
         moment, _, text = after.partition("\n")
         return Raised(f"exit code {code}", text, now - float(moment))
     assert result is not None
