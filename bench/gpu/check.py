@@ -151,6 +151,8 @@ def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) ->
 
     Its output is written to ``log``.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell that runs it in background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     tests = log.with_suffix(".tests")
     for path in (tests, tests.with_name(tests.name + ".done")):
