@@ -25,9 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("world-size", int, "number of ranks"),
         ("link", str, "rate of a link between the ranks, as in 1gbit; 'loopback' for none"),
         ("steps", int, "timed steps of each hook"),
-        ("device", str, "device of the ranks, cpu or cuda"),
     ]:
         group.addoption(f"--hook-{name}", type=kind, help=f"hook_benchmark: {text}")
+    what = "hook_benchmark: device of the ranks"
+    group.addoption("--hook-device", choices=("cpu", "cuda"), help=what)
 
 
 @pytest.fixture

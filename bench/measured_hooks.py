@@ -100,7 +100,7 @@ TORCHS = {
         ("per channel", quantization_hooks.quantization_perchannel_hook, 0.25, _world),
     )
 }
-"""Torch's own hooks, by name."""
+"""Torch's own hooks, by name. Torch registers its bf16 hook only in a build with CUDA and NCCL."""
 NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
 """Our wrapper with torch's function: the engine does not know that it changes nothing."""
 

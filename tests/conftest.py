@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Each connection to a store asks a name server who ::ffff:127.0.0.1 is. Some servers stop
     # answering after a few hundred questions. /etc/hosts is enough here.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
+    # Tests that name no device are for the CPU, also where there is a GPU.
+    os.environ.setdefault("COMMHOOKS_DEVICE", "cpu")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the parent of xdist's workers
     import torch

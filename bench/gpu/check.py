@@ -1,10 +1,11 @@
 """Build, test and measure on a CUDA device: ``python -m bench.gpu.check [--output FOLDER]``.
 
 Takes under nine minutes, without a network, with the Python that runs it and the packages it has.
-Apart from the build, stages do not depend on each other; a stage that hangs is killed at its limit.
-After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves the
-results so far, with what was not begun, and a stage that fails leaves its log there. Exits with 1
-if anything failed. What the machine does not have is left out.
+Apart from the build, stages do not depend on each other; none takes more than four minutes, and one
+that hangs is interrupted at its limit, and then killed. What several ranks do on one device comes
+first. After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves
+the results so far, with what was not begun or not finished, and a stage that fails leaves its log
+there. Exits with 1 if anything failed. What the machine does not have is left out.
 
 ``--part NAME`` runs one stage only, several times for several, and adds to the results of the day.
 """
@@ -24,15 +25,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import unfinished
 from bench.gpu.machine import NEEDED, SANITIZER, count_workers, describe, find_sanitizer, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu-check"
 LINKS = WORK / "links.json"
+DEATHS = WORK / "test_gpu_deaths.json"
 SECONDS = 520.0
 """The time of the whole check."""
 LEAST_SECONDS = 20.0
 """With less time left, no stage is begun."""
+GRACE_SECONDS = 15.0
+"""From an interrupt to the end of a stage, which may write what it has."""
 LOG_BYTES = 200_000
 TAIL_CHARACTERS = 3000
 # The build folder has the kernels. All ranks are on this machine, whose host name need not resolve.
@@ -42,11 +47,13 @@ ENVIRONMENT = {"CUPY_CACHE_DIR": str(WORK / "kernels"), "GLOO_SOCKET_IFNAME": "l
 REFUSAL = "Device not supported"
 
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".",
-          "--confcutdir", ".", "-p", "no:cacheprovider")  # fmt: skip
+          "--confcutdir", ".", "-p", "no:cacheprovider", "-p", "bench.gpu.unfinished")  # fmt: skip
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
+SEVERAL = "tests/gpu/test_gpu_several_ranks.py"
 ONE_RANK = "tests/gpu/test_gpu_one_rank.py"
 TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
-         "tests/kernels/test_no_waiting.py", f"--ignore={CONFORMANCE}")  # fmt: skip
+         "tests/kernels/test_no_waiting.py", f"--ignore={CONFORMANCE}",
+         f"--ignore={SEVERAL}")  # fmt: skip
 # Tests of kernels for compute-sanitizer: one small test of each kind, because it is slow, and none
 # with CUDA graphs, whose memory it cannot tell apart.
 FEW = ("same_bytes_for_all and float32", "aligned", "more_tensors", "normal and float32",
@@ -77,12 +84,14 @@ class StageResult:
     """Outcome of a stage: "passed", "failed", "timed out" or "left out".
 
     ``last_line``: of its output, without the frame that pytest draws around it, or the reason.
+    ``not_done``: tests that had not ended when it was cut off.
     """
 
     name: str
     status: str
     seconds: float
     last_line: str
+    not_done: tuple[str, ...] = ()
 
     @property
     def is_bad(self) -> bool:
@@ -105,6 +114,17 @@ def stages() -> list[Stage]:
         Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200),
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, kernels),
         *(
+            Stage(f"{number} ranks", (*tests, SEVERAL, "-k", f"test_{number}_ranks"), 200, kernels,
+                  may_time_out=not workers)
+            for number in (2, 4)
+        ),
+        Stage("deaths", (sys.executable, "-m", "bench.gpu.deaths", str(DEATHS)), 230, kernels,
+              {"PYTHONPATH": "tests"}, may_time_out=True),
+        Stage("links", (sys.executable, "-m", "bench.gpu.links", str(LINKS)), 220, kernels,
+              may_time_out=True),
+        Stage("conformance nccl", (*tests, CONFORMANCE, "-k", "nccl"), 200, kernels,
+              may_time_out=not workers),
+        *(
             Stage(
                 f"bench {path.stem.removeprefix('test_gpu_')}",
                 (*PYTEST, f"bench/gpu/{path.name}", "-W", "default",
@@ -117,10 +137,6 @@ def stages() -> list[Stage]:
         Stage("tests", (*tests, *TESTS), 120, kernels, may_time_out=not workers),
         Stage("conformance", (*tests, CONFORMANCE, "-k", "gloo"), 120, kernels,
               may_time_out=not workers),
-        Stage("conformance nccl", (*tests, CONFORMANCE, "-k", "nccl"), 200, kernels,
-              may_time_out=not workers),
-        Stage("links", (sys.executable, "-m", "bench.gpu.links", str(LINKS)), 240, kernels,
-              may_time_out=True),
         Stage("streams", (*tests, ONE_RANK), 90, kernels, watched, may_time_out=not workers),
         *(
             Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds,
@@ -131,13 +147,22 @@ def stages() -> list[Stage]:
 
 
 def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
-    """Run a stage to its end or kill it with all its processes; write its output to ``log``."""
+    """Run a stage to its end, or interrupt it at its limit and kill what is left of it.
+
+    Its output is written to ``log``.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell that runs it in background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
+    tests = log.with_suffix(".tests")
+    for path in (tests, tests.with_name(tests.name + ".done")):
+        path.unlink(missing_ok=True)
+    text = ""
     with log.open("wb") as output:
         process = subprocess.Popen(
             stage.command,
             cwd=directory,
-            env={**os.environ, **ENVIRONMENT, **stage.environment},
+            env={**os.environ, **ENVIRONMENT, **stage.environment, unfinished.FILE: str(tests)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -146,19 +171,26 @@ def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) ->
             code = process.wait(limit_seconds)
             status = "passed" if code == 0 else "failed"
         except subprocess.TimeoutExpired:
-            status = "timed out"
+            status, text = "timed out", log.read_text(errors="replace")
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
         finally:  # with the processes that the command left behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start
-    text = log.read_text(errors="replace")
+    text = text or log.read_text(errors="replace")
     last_line = (text.strip().splitlines() or [""])[-1].strip("= ")
     if status == "failed" and REFUSAL in text:
         status = "left out"
-    elif status == "timed out" and stage.may_time_out:
-        status, last_line = "left out", f"not finished after {seconds:.0f} s"
-    return StageResult(stage.name, status, seconds, last_line)
+        return StageResult(stage.name, status, seconds, last_line)
+    not_done = tuple(unfinished.left_in(tests)) if status == "timed out" else ()
+    if status == "timed out" and stage.may_time_out:
+        status = "left out"
+        count = f", {len(not_done)} tests not done" if not_done else ""
+        last_line = f"not finished after {seconds:.0f} s{count}: {last_line}".rstrip(": ")
+    return StageResult(stage.name, status, seconds, last_line, not_done)
 
 
 def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[StageResult]:
@@ -177,6 +209,8 @@ def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[St
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
         result = run_stage(stage, limit, log, ROOT)
         print(f"{stage.name}: {result.status} after {result.seconds:.0f} s", flush=True)
+        if result.not_done:
+            print(f"not done: {', '.join(result.not_done)}", flush=True)
         if result.is_bad:
             print(log.read_text(errors="replace")[-TAIL_CHARACTERS:], flush=True)
             is_built = stage.name != "build"
@@ -219,7 +253,7 @@ def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
                 kept = {key: row[key] for key in ("group", "name", "extra_info")}
                 put(run["benchmarks"], kept)
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    if (result.name, result.status) == ("links", "passed") and LINKS.exists():
+    if result.name == "links" and LINKS.exists():  # which it may have interrupted
         shutil.copy(LINKS, target.with_name(f"{target.name}-shared-links.json"))
     if result.is_bad:
         log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
@@ -249,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(WORK, ignore_errors=True)
         target.with_suffix(".json").unlink(missing_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
+    LINKS.unlink(missing_ok=True)
     run = begin(planned, describe(ROOT), target)
     is_bad = False
     for result in run_all(planned, SECONDS, WORK):

@@ -108,6 +108,7 @@ def facts(run: Run) -> dict[str, str]:
         f"{machine['nccl']}, CuPy {versions['cupy']}",
         "gpu aims": _aims(run),
         "gpu communicators": _communicators(run),
+        "gpu deaths": deaths(run["benchmarks"]),
         **{f"gpu host {case}": host.get(case, NOT_MEASURED) for case in QUOTED},
     }
 
@@ -120,6 +121,13 @@ def _commit(machine: Mapping[str, Any]) -> str:
 def _aims(run: Run) -> str:
     rows = [row for aim in AIMS if (row := aim.row(run["benchmarks"]))]
     return table(rows, aligned=False) if rows else ""
+
+
+def deaths(benchmarks: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of how a rank ended after another one had died."""
+    rows = [row for row in benchmarks if row["name"].startswith("test_death")]
+    cases = ({"rank 1, hook, with": case_of(row["name"])} | row["extra_info"] for row in rows)
+    return table(cases, aligned=False) if rows else "Not yet measured."
 
 
 def _communicators(run: Run) -> str:

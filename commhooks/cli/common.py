@@ -21,6 +21,7 @@ from commhooks.hook.references import import_module
 from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hook_specs
 from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models, load_callable
+from commhooks.lab.simulation import Job
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -191,6 +192,17 @@ class Cluster:
         node_link = Link(self.node_link or self.link, latency_seconds=0)
         return Network(
             self.world_size, Link(self.link, self.latency), node_link, self.ranks_per_node
+        )
+
+    def job(self, model: str, input_factory: str | None, **options: Any) -> Job:
+        """Return the job of measuring here for the cluster."""
+        return Job(
+            model,
+            input_factory,
+            device=self.device,
+            ranks_per_node=self.ranks_per_node,
+            bucket_cap_mb=self.bucket_cap_mb,
+            **options,
         )
 
     def costs(self, gloo: Gloo) -> Backend:

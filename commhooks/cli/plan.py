@@ -24,9 +24,8 @@ from commhooks.cli.common import (
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
-from commhooks.lab.comparison.compare import check_kernels
 from commhooks.lab.planning import measure_groups
-from commhooks.lab.simulation import BASELINE, Job
+from commhooks.lab.simulation import BASELINE
 from commhooks.lab.verdict import cost_of_measuring
 from commhooks.planning import solve
 
@@ -96,16 +95,9 @@ def plan(
     if isinstance(error, HookSpec):
         check_candidate(error.create(), "--error")
     network = cluster.network
-    job = Job(
-        model,
-        input_factory,
-        device=cluster.device,
-        ranks_per_node=cluster.ranks_per_node,
-        bucket_cap_mb=cluster.bucket_cap_mb,
-    )
+    job = cluster.job(model, input_factory)
     texts = [spec.text for spec in specs]
     hooks = [*specs, error] if isinstance(error, HookSpec) and error.text not in texts else specs
-    check_kernels(hooks, cluster.device)
     rules = [rule.strip() for rule in exact.split(",") if rule.strip()]
     start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):

@@ -24,7 +24,6 @@ from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.comparison.compare import check_kernels
 from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, measure
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
@@ -69,16 +68,8 @@ def simulate(
     network = cluster.network
     usable, reasons = usable_hooks(hooks, model, cluster.backend)
     specs = with_references(usable, BASELINE, CAUTIOUS)
-    check_kernels(specs, cluster.device)
-    job = Job(
-        model,
-        input_factory,
-        device=cluster.device,
-        ranks_per_node=cluster.ranks_per_node,
-        ranks_per_machine=cluster.ranks_per_node,
-        bucket_cap_mb=cluster.bucket_cap_mb,
-        first_step=step,
-    )
+    here = cluster.ranks_per_node
+    job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
     known = _measured(job, specs, cluster.world_size, measurements)
     reasons |= {s.text: reason for s in specs if (reason := known.reason(s)) is not None}
     study = Study(

@@ -3,6 +3,7 @@
 A device is a parameter: what depends on it is here, and nothing else asks for its type.
 """
 
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from commhooks.errors import CommHookError
 from reducer.backends import GLOO, NCCL
 
 _TYPES = ("cpu", "cuda")
+_DEFAULT = "COMMHOOKS_DEVICE"
+"""The environment variable with the device of whoever names none."""
 
 
 class DeviceError(CommHookError, ValueError):
@@ -33,21 +36,25 @@ class Device:
 
     @classmethod
     def choose(cls, found: "Device | str | None") -> "Device":
-        """Return the device of this name; for None, "cuda" where torch finds one, else "cpu".
+        """Return the device of this name.
 
-        Raises DeviceError.
+        For None, that of the environment variable COMMHOOKS_DEVICE; without it, "cuda" where torch
+        finds a device, else "cpu". Raises DeviceError.
         """
         if isinstance(found, Device):
             return found
         has_cuda = torch.cuda.is_available()
+        default = os.environ.get(_DEFAULT) if found is None else None
+        where = f" in {_DEFAULT}" if default else ""
         if found is None:
-            found = "cuda" if has_cuda else "cpu"
+            found = default or ("cuda" if has_cuda else "cpu")
         if found not in _TYPES:
             hint = "; CUDA_VISIBLE_DEVICES chooses among CUDA devices" if ":" in found else ""
-            raise DeviceError(f"expected the device 'cpu' or 'cuda', found {found!r}{hint}")
+            raise DeviceError(f"expected the device 'cpu' or 'cuda'{where}, found {found!r}{hint}")
         if found == "cuda" and not has_cuda:
+            version = torch.__version__
             raise DeviceError(
-                f"expected a CUDA device, and torch {torch.__version__} finds none; use 'cpu'"
+                f"expected a CUDA device{where}, and torch {version} finds none; use 'cpu'"
             )
         return cls(found)
 
@@ -113,15 +120,34 @@ class Device:
 CPU = Device()
 
 
-def nccl_environment(rank: int, is_shared: bool, host: str | None) -> dict[str, str]:
-    """Return the environment of a rank that NCCL takes for a host of its own, else nothing.
+def take_device(rank: int, world_size: int, host: str | None = None) -> None:
+    """Use CUDA device ``rank`` modulo their number in this process. Call it before NCCL is used.
 
     NCCL refuses two ranks of one host on the same device, so with fewer devices than ranks each
-    rank says that it is a host of its own. ``host``: the name of the network namespace that stands
-    for a host; NCCL would go around its link, inside the machine or over InfiniBand.
+    rank says that it is a host of its own, in variables that are set unless they are already. Ranks
+    that share a device show that results and order are right, and no times of NVLink: they take
+    turns, and a small collective takes 5 ms with 2 ranks, 27 ms with 4 (H200).
+
+    Args:
+        rank: on this machine.
+        world_size: number of ranks on this machine.
+        host: the name of the network namespace that stands for a host; NCCL would go around its
+            link, inside the machine or over InfiniBand.
+
+    Raises:
+        DeviceError: there is no device.
     """
-    if not (is_shared or host):
-        return {}
-    name = f"{host or socket.gethostname()}, rank {rank}" if is_shared else str(host)
-    network = {} if host is None else {"NCCL_NET": "Socket"}
-    return {"NCCL_HOSTID": name, "NCCL_MNNVL_ENABLE": "0", **network}
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise DeviceError(
+            f"[rank {rank}] NCCL needs a CUDA device, and torch {torch.__version__} finds none; "
+            "use the backend 'gloo'"
+        )
+    is_shared = world_size > count
+    if is_shared or host:
+        name = f"{host or socket.gethostname()}, rank {rank}" if is_shared else str(host)
+        os.environ.setdefault("NCCL_HOSTID", name)
+        os.environ.setdefault("NCCL_MNNVL_ENABLE", "0")
+    if host:
+        os.environ.setdefault("NCCL_NET", "Socket")
+    torch.cuda.set_device(rank % count)

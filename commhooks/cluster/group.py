@@ -1,14 +1,12 @@
-"""The default process group of rank processes, and the devices that they take."""
+"""The default process group of rank processes."""
 
-import os
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from commhooks.cluster.device import nccl_environment
+from commhooks.cluster.device import take_device
 from reducer.backends import GLOO, NCCL, family_named
 
 
@@ -57,24 +55,3 @@ def join_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
     if backend == GLOO:
         dist.barrier()  # a rank that leaves before another one has connected makes that one fail
-
-
-def take_device(rank: int, world_size: int, host: str | None = None) -> None:
-    """Use CUDA device ``rank`` modulo their number in this process. Call it before NCCL is used.
-
-    ``rank`` and ``world_size`` are those on this machine, ``host`` as in
-    :func:`commhooks.cluster.device.nccl_environment`, whose variables are set unless they are
-    already. Ranks that share a device show that results and order are right, and no times of
-    NVLink: they take turns, and a small collective takes 5 ms with 2 ranks, 27 ms with 4 (H200).
-
-    Raises RuntimeError if there is no device.
-    """
-    count = torch.cuda.device_count()
-    if count == 0:
-        raise RuntimeError(
-            f"[rank {rank}] NCCL needs a CUDA device, and torch {torch.__version__} finds none; "
-            "use the backend 'gloo'"
-        )
-    for name, value in nccl_environment(rank, world_size > count, host).items():
-        os.environ.setdefault(name, value)
-    torch.cuda.set_device(rank % count)

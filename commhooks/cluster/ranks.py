@@ -33,8 +33,8 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from commhooks.cluster.device import CPU, Device, DeviceError
-from commhooks.cluster.group import join_group, local_store, take_device
+from commhooks.cluster.device import CPU, Device, DeviceError, take_device
+from commhooks.cluster.group import join_group, local_store
 from commhooks.cluster.links import ShapedLink
 from commhooks.cluster.worker import READY, Call, CallResult, RankError
 from commhooks.errors import CommHookError, CommHookPeerError, reason_of
@@ -58,6 +58,10 @@ class RankCaller(ABC):
     """Runs functions on all ranks, each of which may keep an object between calls."""
 
     world_size: int
+    local_world_size: int
+    """The number of ranks on this machine."""
+    device: Device
+    """What the ranks compute on."""
     _making: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
 
     @abstractmethod
@@ -119,8 +123,8 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         threads: int = 1,
         timeout: float = 600.0,
     ) -> None:
-        self.world_size = world_size
-        self._device = device
+        self.world_size = self.local_world_size = world_size
+        self.device = device
         self._timeout = timeout
         self._link = link
         interface = "lo" if link is None else link.interface
@@ -132,16 +136,13 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
     def _restart(self) -> None:
         """Start the ranks as new processes."""
         self._pool.close()
+        if self._link is None:
+            self._store = local_store()
+            place, hosts = ("127.0.0.1", self._store.port), []
+        else:  # in whose namespaces this process is not
+            place, hosts = (self._link.address, _PORT), self._link.hosts
         try:
-            backend = self._device.backend
-            if self._link is not None:
-                # The parent is not in the namespaces of the hosts.
-                place, hosts = (self._link.address, _PORT), self._link.hosts
-                self(_host_or_join, self.world_size, *place, self._timeout, backend, hosts)
-            else:
-                self._store = local_store()
-                place = "127.0.0.1", self._store.port
-                self(join_group, self.world_size, *place, self._timeout, backend=backend)
+            self(_join, self.world_size, *place, self._timeout, self.device.backend, hosts)
         except BaseException:
             self.close()
             raise
@@ -162,9 +163,15 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         self.close()
 
 
-def _host_or_join(rank: int, *args: Any) -> None:
+def _join(rank: int, *args: Any) -> None:
     *place, backend, hosts = args
-    join_group(rank, *place, backend=backend, hosts_store=rank == 0, host=hosts[rank])
+    join_group(
+        rank,
+        *place,
+        backend=backend,
+        hosts_store=bool(hosts) and rank == 0,
+        host=hosts[rank] if hosts else None,
+    )
 
 
 class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):

@@ -65,13 +65,13 @@ class DeviceMemoryPeak(MemoryPeak):
 
     def __init__(self) -> None:
         self.begin()
-        self._before = torch.cuda.memory_allocated()
+        self._start = torch.cuda.memory_allocated()
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def nbytes(self) -> int:
-        return torch.cuda.max_memory_allocated() - (self._before or 0)
+        return torch.cuda.max_memory_allocated() - self._start
 
 
 def memory_peak(device: Device) -> MemoryPeak:

@@ -11,7 +11,6 @@ as are planned for show seconds and bytes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -25,14 +24,15 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.costs.backends import Backend, Gloo
 from commhooks.costs.network import Network
-from commhooks.costs.prediction import DryRuns, dry_run_sizes
+from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.simulation.dry_run import dry_run
+from commhooks.lab.limits import check_model
+from commhooks.lab.simulation.dry_run import check_kernels
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
 from commhooks.lab.simulation.study import BASELINE
 from commhooks.planning import Choice, Group, Problem
@@ -120,9 +120,12 @@ def measure_groups(
     Raises:
         CommHookOptionError: a rule is invalid.
         ModelError: the model cannot be made or run.
-        CommHookError: plain averaging fails.
+        LimitError: there is too little memory.
+        CommHookError: plain averaging fails, or a hook needs CuPy, and it cannot be used.
     """
     exact_names(exact, {}, None)  # before processes start
+    check_model(job, _RANKS)
+    check_kernels(hooks, job.device)
     reasons: dict[str, str] = {}
     outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:
@@ -219,14 +222,7 @@ class _Side(RankSide):
         """Return what the hook does with a bucket in a typical step."""
         key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
         if key not in self._traces:
-            nodes, first = self.job.ranks_per_node, self.job.first_step
-            parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
-            run = partial(
-                dry_run, config, [gradients], parameters, self.roles, device=self.job.device
-            )
-            by_size = {
-                size: run(size=size, ranks_per_node=nodes, first_step=first) for size in self._sizes
-            }
-            _, typical = max(DryRuns(by_size, nodes).at(self._world_size), key=itemgetter(0))
+            runs = self.dry_runs(config, [gradients], self._sizes)
+            _, typical = max(runs.at(self._world_size), key=itemgetter(0))
             self._traces[key] = typical.buckets[0]
         return self._traces[key]

@@ -33,8 +33,10 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return float((difference / sum(b.float().square().sum() for b in expected)).sqrt())
 
 
-def near_native(rank: int, size: int, collective: str, features: list[str]) -> None:
-    mesh = mesh_of(1, size)
+def near_native(
+    rank: int, size: int, collective: str, features: list[str], device: str = "cpu"
+) -> None:
+    mesh = mesh_of(1, size, device)
     for name in features:
         feature = FEATURES[name]
         for numbers, options, worst in NUMBERS:

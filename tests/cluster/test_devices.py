@@ -10,44 +10,48 @@ from torch import nn
 
 import commhooks.cluster.ranks
 from commhooks.cluster import CPU, Device, DeviceError, LaunchedRanks, Ranks
-from commhooks.cluster.device import nccl_environment
-from commhooks.cluster.group import join_group, local_store, take_device
+from commhooks.cluster.device import take_device
+from commhooks.cluster.group import join_group, local_store
 from commhooks.cluster.links import ShapedLink
+
+NCCL = ("NCCL_HOSTID", "NCCL_MNNVL_ENABLE", "NCCL_NET")
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     with patch.dict(os.environ):
-        for name in ("NCCL_HOSTID", "NCCL_MNNVL_ENABLE"):
+        for name in (*NCCL, "COMMHOOKS_DEVICE"):
             os.environ.pop(name, None)
         yield
 
 
-def taken(rank: int, world_size: int, devices: int) -> tuple[int, str | None]:
+def taken(
+    rank: int, world_size: int, devices: int, host: str | None = None
+) -> tuple[int, list[str | None]]:
     with (
         patch.object(torch.cuda, "device_count", lambda: devices),
         patch.object(torch.cuda, "set_device") as set_device,
         patch.dict(os.environ),
     ):
-        take_device(rank, world_size)
+        take_device(rank, world_size, host)
         (chosen,) = set_device.call_args.args
-        return chosen, os.environ.get("NCCL_HOSTID")
+        return chosen, [os.environ.get(name) for name in NCCL]
 
 
 def test_each_rank_has_a_device() -> None:
-    assert [taken(rank, 2, 4) for rank in range(2)] == [(0, None), (1, None)]
+    assert [taken(rank, 2, 4) for rank in range(2)] == [(0, [None] * 3), (1, [None] * 3)]
 
 
 def test_ranks_that_share_devices_are_hosts_of_their_own() -> None:
-    devices, hosts = zip(*(taken(rank, 4, 2) for rank in range(4)), strict=True)
+    devices, variables = zip(*(taken(rank, 4, 2) for rank in range(4)), strict=True)
     assert devices == (0, 1, 0, 1)
-    assert None not in hosts
-    assert len(set(hosts)) == 4
+    assert len({host for host, _, _ in variables} - {None}) == 4
+    assert {tuple(others) for _, *others in variables} == {("0", None)}
 
 
 def test_a_host_id_of_the_user_is_kept() -> None:
     os.environ["NCCL_HOSTID"] = "mine"
-    assert taken(1, 2, 1) == (0, "mine")
+    assert taken(1, 2, 1) == (0, ["mine", "0", None])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -59,10 +63,8 @@ def test_no_device_is_an_error_before_anything_connects() -> None:
 
 def test_ranks_behind_links_are_hosts_and_use_sockets() -> None:
     """NCCL would go around a link between two devices of one machine."""
-    assert nccl_environment(1, is_shared=False, host=None) == {}
-    apart = nccl_environment(1, is_shared=False, host="h1")
-    assert apart == {"NCCL_HOSTID": "h1", "NCCL_MNNVL_ENABLE": "0", "NCCL_NET": "Socket"}
-    assert nccl_environment(1, is_shared=True, host="h1")["NCCL_HOSTID"] == "h1, rank 1"
+    assert taken(1, 2, 2, "h1") == (1, ["h1", "0", "Socket"])
+    assert taken(1, 2, 1, "h1") == (0, ["h1, rank 1", "0", "Socket"])
     link = ShapedLink((("ip", "netns", "exec", "h0"), ("ip", "netns", "exec", "h1")))
     assert link.hosts == ["h0", "h1"]
 
@@ -74,6 +76,22 @@ def variables(rank: int) -> list[str | None]:
 def test_both_libraries_use_the_same_interface() -> None:
     with Ranks(1) as ranks:
         assert ranks(variables) == [["lo", "lo"]]
+
+
+def test_the_environment_chooses_for_those_who_name_no_device() -> None:
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        os.environ["COMMHOOKS_DEVICE"] = "cpu"
+        assert Device.choose(None) == CPU
+        assert Device.choose("cuda") == Device("cuda")
+        os.environ["COMMHOOKS_DEVICE"] = "tpu"
+        with pytest.raises(DeviceError, match=r"'cpu' or 'cuda' in COMMHOOKS_DEVICE, found 'tpu'$"):
+            Device.choose(None)
+    os.environ["COMMHOOKS_DEVICE"] = "cuda"
+    with (
+        patch.object(torch.cuda, "is_available", lambda: False),
+        pytest.raises(DeviceError, match=r"a CUDA device in COMMHOOKS_DEVICE, and torch .* none"),
+    ):
+        Device.choose(None)
 
 
 @pytest.mark.parametrize("has_cuda", [False, True])

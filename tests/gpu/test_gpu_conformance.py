@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from support.conforming_hooks import CASES
+from support.several_ranks import PATIENCE
 
 import commhooks
 from commhooks.testing import check_hook
@@ -13,4 +14,4 @@ from commhooks.testing import check_hook
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_conformance(name: str, options: dict[str, object], backend: str) -> None:
     factory = functools.partial(commhooks.create, name, **options)
-    check_hook(factory, device="cuda", backend=backend, timeout=60)
+    check_hook(factory, device="cuda", backend=backend, timeout=PATIENCE)

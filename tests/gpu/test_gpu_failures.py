@@ -1,12 +1,11 @@
-"""Failures on NCCL, and the communicators of a hook's own: what one GPU can show."""
+"""Failures on NCCL, and the communicators of a hook's own; bench/gpu/deaths.py has deaths."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.dying_ranks import DyingRanks
+from support.several_ranks import PATIENCE
 from torch import Tensor, nn
 
 import commhooks
@@ -35,7 +34,7 @@ def use_a_private_communicator(rank: int, size: int, cycles: int) -> None:
 
 @pytest.mark.parametrize("cycles", [0, 200_000_000])
 def test_a_private_communicator(cycles: int) -> None:
-    run_ranks(use_a_private_communicator, 1, cycles, backend="nccl", timeout=60)
+    run_ranks(use_a_private_communicator, 1, cycles, backend="nccl", timeout=PATIENCE)
 
 
 @dataclass
@@ -70,23 +69,5 @@ def fail_and_go_on(rank: int, size: int) -> str:
 
 
 def test_one_rank_recovers_from_a_failure() -> None:
-    (message,) = run_ranks(fail_and_go_on, 1, backend="nccl", timeout=60)
+    (message,) = run_ranks(fail_and_go_on, 1, backend="nccl", timeout=PATIENCE)
     assert "ValueError: broken between two collectives" in message
-
-
-def lose_a_peer(die: Any, hook: str) -> None:
-    model = commhooks.DistributedDataParallel(nn.Linear(64, 64).cuda(), stable_buckets=True)
-    commhooks.register(model, hook)
-    x = torch.ones(2, 64, device="cuda")
-    for _ in range(2):
-        model(x).sum().backward()
-        torch.cuda.synchronize()
-        die()
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "int8"])
-def test_a_peer_that_dies(hook: str) -> None:
-    with DyingRanks(2) as ranks:
-        (raised,) = ranks.run(lose_a_peer, hook, timeout=10.0, backend="nccl")
-    assert raised.kind == "CommHookPeerError", raised
-    assert "time-out of the process group: 10 s" in raised.text

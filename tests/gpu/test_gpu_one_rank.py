@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.conforming_hooks import CASES
+from support.several_ranks import DTYPES, PATIENCE
 from torch import Tensor
 
 import commhooks
@@ -16,9 +17,6 @@ from commhooks.runtime import stream_runner
 from commhooks.testing import run_ranks
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64,
-          torch.uint8, torch.int8, torch.bool]  # fmt: skip
 
 
 def collectives(comm: Communicator, given: Tensor) -> dict[str, PendingCollective]:
@@ -50,7 +48,7 @@ def sends_to_itself(rank: int, size: int, device: str, dtype: torch.dtype, numel
 @pytest.mark.parametrize("numel", [0, 1, 1000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_collective_through_nccl(dtype: torch.dtype, numel: int) -> None:
-    run_ranks(sends_to_itself, 1, "cuda", dtype, numel, backend="nccl")
+    run_ranks(sends_to_itself, 1, "cuda", dtype, numel, backend="nccl", timeout=PATIENCE)
 
 
 def trains_alike(rank: int, size: int, device: str, name: str, options: dict[str, Any]) -> None:
@@ -68,7 +66,7 @@ def trains_alike(rank: int, size: int, device: str, name: str, options: dict[str
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_hooks_that_send_on_one_rank(name: str, options: dict[str, Any]) -> None:
-    run_ranks(trains_alike, 1, "cuda", name, options, backend="nccl")
+    run_ranks(trains_alike, 1, "cuda", name, options, backend="nccl", timeout=PATIENCE)
 
 
 def races(rank: int, size: int) -> bool:
@@ -85,4 +83,4 @@ def races(rank: int, size: int) -> bool:
 
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="no TORCH_CUDA_SANITIZER")
 def test_torchs_sanitizer_watches_the_ranks() -> None:
-    assert run_ranks(races, 1, backend="nccl") == [True]
+    assert run_ranks(races, 1, backend="nccl", timeout=PATIENCE) == [True]

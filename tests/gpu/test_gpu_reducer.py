@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.no_waiting import waiting_is_an_error
+from support.several_ranks import PATIENCE, WAYS, Mixed, equals_torchs
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.testing import run_ranks
@@ -17,72 +17,15 @@ from reducer import DistributedDataParallel, GradBucket
 CYCLES = 20_000_000  # of torch.cuda._sleep: about ten milliseconds
 
 
-class Mixed(nn.Module):
-    """Odd sizes, channels last, a transposed parameter, and one without dimensions."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-        self.linear = nn.Linear(8 * 36, 13)
-        self.transposed = nn.Parameter(torch.randn(13, 5).T.contiguous().T)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute (batch, 5) from ``x``, (batch, 3, 8, 8)."""
-        return self.linear(self.convolution(x).flatten(1)) @ self.transposed * self.scale
-
-
-def gradients(wrap: Any, rank: int, dtype: torch.dtype, steps: int = 4) -> list[Tensor]:
-    """Return the gradients of the last step, after buckets have been rebuilt."""
-    torch.manual_seed(0)
-    model = wrap(Mixed(dtype).cuda())
-    generator = torch.Generator("cuda").manual_seed(rank)
-    for _ in range(steps):
-        model.zero_grad()
-        x = torch.randn(4, 3, 8, 8, device="cuda", generator=generator).to(dtype)
-        model(x).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def equals_torchs(rank: int, size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    def ours(module: nn.Module) -> nn.Module:
-        return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
-
-    def torchs(module: nn.Module) -> nn.Module:
-        return TorchDDP(module, bucket_cap_mb=0.001, **options)
-
-    torch.backends.cudnn.deterministic = True
-    pairs = zip(gradients(ours, rank, dtype), gradients(torchs, rank, dtype), strict=True)
-    for found, wanted in pairs:
-        assert found.stride() == wanted.stride()
-        assert torch.equal(found, wanted)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "copies": {},
-    "views": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_equals_torchs_with_one_rank_on_nccl(dtype: torch.dtype, options: str) -> None:
-    run_ranks(equals_torchs, 1, dtype, OPTIONS[options], backend="nccl", timeout=60)
+def test_equals_torchs_with_one_rank_on_nccl(dtype: torch.dtype, way: str) -> None:
+    run_ranks(equals_torchs, 1, "cuda", dtype, way, backend="nccl", timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_equals_torchs_with_two_ranks_on_one_device(options: str) -> None:
-    run_ranks(equals_torchs, 2, torch.float32, OPTIONS[options], backend="gloo", timeout=60)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_equals_torchs_with_several_ranks_on_nccl(size: int, options: str) -> None:
-    """Ranks share devices if there are fewer: see take_device."""
-    run_ranks(equals_torchs, size, torch.float32, OPTIONS[options], backend="nccl", timeout=120)
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_torchs_with_two_ranks_on_one_device(way: str) -> None:
+    run_ranks(equals_torchs, 2, "cuda", torch.float32, way, timeout=PATIENCE)
 
 
 # ------------------------------------------------------------------------------------ streams
@@ -132,7 +75,7 @@ def backward_waits_for_the_hook(rank: int, size: int, view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_backward_waits_for_the_hook(size: int, backend: str, view: bool) -> None:
-    run_ranks(backward_waits_for_the_hook, size, view, backend=backend, timeout=60)
+    run_ranks(backward_waits_for_the_hook, size, view, backend=backend, timeout=PATIENCE)
 
 
 class TwoStreams(nn.Module):
@@ -179,7 +122,7 @@ def packs_what_all_streams_computed(rank: int, size: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*stream does not match.*:UserWarning")
 def test_packs_what_all_streams_computed() -> None:
-    run_ranks(packs_what_all_streams_computed, 1, backend="nccl", timeout=60)
+    run_ranks(packs_what_all_streams_computed, 1, backend="nccl", timeout=PATIENCE)
 
 
 def hook_overlaps_backward(rank: int, size: int) -> None:
@@ -213,7 +156,7 @@ def hook_overlaps_backward(rank: int, size: int) -> None:
 
 
 def test_hook_overlaps_backward() -> None:
-    run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=60)
+    run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=PATIENCE)
 
 
 # ------------------------------------------------------------------------- no waiting
@@ -250,7 +193,7 @@ def steps_without_synchronizing(rank: int, size: int, name: str, options: dict[s
 @pytest.mark.parametrize("name", sorted(set(commhooks.available()) - LOOKS_AT_GRADIENTS))
 def test_steps_without_synchronizing(name: str) -> None:
     options = WITH_OPTIONS.get(name, {})
-    run_ranks(steps_without_synchronizing, 1, name, options, backend="nccl", timeout=60)
+    run_ranks(steps_without_synchronizing, 1, name, options, backend="nccl", timeout=PATIENCE)
 
 
 def all_used_without_synchronizing(rank: int, size: int) -> None:
@@ -264,7 +207,7 @@ def all_used_without_synchronizing(rank: int, size: int) -> None:
 
 def test_all_used_without_synchronizing() -> None:
     """Only a rank that did not use a parameter has to learn about the other ranks."""
-    run_ranks(all_used_without_synchronizing, 1, backend="nccl", timeout=60)
+    run_ranks(all_used_without_synchronizing, 1, backend="nccl", timeout=PATIENCE)
 
 
 # -------------------------------------------------------------------------------------- graphs
@@ -311,9 +254,11 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("hook", CAPTURED)
-def test_whole_step_in_a_graph(hook: str) -> None:
-    run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=60)
+def test_whole_step_in_a_graph(hook: str, size: int) -> None:
+    """The inputs of all ranks are the same, and so are the averages."""
+    run_ranks(captured_step, size, CAPTURED[hook], backend="nccl", timeout=PATIENCE)
 
 
 def refused_capture(rank: int, size: int) -> None:
@@ -334,7 +279,7 @@ def refused_capture(rank: int, size: int) -> None:
 
 
 def test_a_graph_refuses_hooks_whose_steps_differ() -> None:
-    run_ranks(refused_capture, 1, backend="nccl", timeout=60)
+    run_ranks(refused_capture, 1, backend="nccl", timeout=PATIENCE)
 
 
 # ------------------------------------------------------------------------- other features
@@ -361,7 +306,7 @@ def optimizer_in_backward(rank: int, size: int) -> None:
 
 
 def test_optimizer_in_backward() -> None:
-    run_ranks(optimizer_in_backward, 1, backend="nccl", timeout=60)
+    run_ranks(optimizer_in_backward, 1, backend="nccl", timeout=PATIENCE)
 
 
 def one_rank_uses_a_parameter(rank: int, size: int) -> None:
@@ -383,7 +328,7 @@ def one_rank_uses_a_parameter(rank: int, size: int) -> None:
 
 
 def test_one_rank_uses_a_parameter() -> None:
-    run_ranks(one_rank_uses_a_parameter, 2, backend="gloo", timeout=60)
+    run_ranks(one_rank_uses_a_parameter, 2, backend="gloo", timeout=PATIENCE)
 
 
 def buffers_are_broadcast(rank: int, size: int) -> None:
@@ -398,4 +343,4 @@ def buffers_are_broadcast(rank: int, size: int) -> None:
 
 
 def test_buffers_are_broadcast() -> None:
-    run_ranks(buffers_are_broadcast, 2, backend="gloo", timeout=60)
+    run_ranks(buffers_are_broadcast, 2, backend="gloo", timeout=PATIENCE)

@@ -34,11 +34,11 @@ from commhooks.lab.comparison import (
     ComparisonInterrupted,
     compare,
 )
-from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
 from commhooks.lab.comparison.remote import Side, TrainingError
+from commhooks.lab.limits import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS
@@ -595,7 +595,7 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"steps": 0}, ComparisonError, "at least 1 of steps, found 0"),
         ({"train_steps": 0}, ComparisonError, "at least 1 of training steps, found 0"),
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),
-        ({"world_size": 4096}, ComparisonError, "at most 8 per core"),
+        ({"world_size": 4096}, LimitError, "at most 8 per core"),
         ({"links": [0.0]}, ComparisonError, "expected a rate"),
         (
             {"train": "support.compared:no_generator"},
@@ -614,9 +614,11 @@ def test_bad_input_is_an_error_before_anything_starts(
 
 
 def test_memory_is_limited() -> None:
-    with pytest.raises(ComparisonError, match=r"need about 18000\.8 GB"):
-        check_limits(2, 10**12)
-    check_limits(2, 10**6)
+    with pytest.raises(LimitError, match=r"^2 ranks need about 18 TB, .* 8 x 1 TB of gradients,"):
+        check_limits(2, ModelSize(10**12, 10**12, 1e-7))
+    with pytest.raises(LimitError, match="need about 2 TB"):  # few of the parameters are trained
+        check_limits(2, ModelSize(10**12, 10**6, 1e-7))
+    check_limits(2, ModelSize(10**6, 10**6, 1e-7))
 
 
 @pytest.mark.parametrize(

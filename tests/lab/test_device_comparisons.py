@@ -1,26 +1,33 @@
 """Comparisons and plans on a device, without one: a fake one, and figures that are known."""
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.comparisons import make_comparison
 from support.fake_device import FakeDevice
+from torch import Tensor
 
+import commhooks
 from bench.measured_hooks import TORCHS
 from commhooks import CommHookError, kernels
-from commhooks.cluster import Device
+from commhooks.cluster import CPU, Device
 from commhooks.costs.backends import NCCL
 from commhooks.costs.network import ETHERNET_SHARE, Link, Network
 from commhooks.costs.prediction import DryRuns
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.hook.spec import hook_spec
-from commhooks.lab.comparison import Comparison, ComparisonError, compare
-from commhooks.lab.comparison.compare import check_kernels, check_limits
+from commhooks.hook.spec import HookLike, hook_spec
+from commhooks.lab.comparison import Comparison, compare
+from commhooks.lab.limits import LimitError, ModelSize, check_limits
 from commhooks.lab.machine import memory_peak
 from commhooks.lab.planning import measure_groups
-from commhooks.lab.simulation import Job, Study
+from commhooks.lab.simulation import Job, Study, measure
+from commhooks.lab.simulation.dry_run import check_kernels
 
 HOOKS = ["allreduce", "int8", "topk:warmup_steps=0"]
 CUDA = Device("cuda")
@@ -74,26 +81,92 @@ def test_a_plan_on_a_fake_device() -> None:
     assert 0 < found.error_of("int8") < 0.1
 
 
-def test_memory_of_the_device_is_limited() -> None:
-    with (
-        mock.patch.object(torch.cuda, "device_count", return_value=1),
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(10**10, 10**11)),
-    ):
-        check_limits(2, 10**8, CUDA)
-        with pytest.raises(ComparisonError, match=r"2 ranks on one device need about 20\.0 GB"):
-            check_limits(2, 10**9, CUDA)
+def test_no_device_is_the_cpu_in_tests() -> None:
+    """Also where torch finds a device: tests/conftest.py says so to all processes."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert Device.choose(None) == CPU
 
 
-def test_hooks_that_need_cupy_are_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    without_cupy = mock.Mock(**{"require.side_effect": CommHookError("they need CuPy")})
-    monkeypatch.setitem(kernels.BACKENDS, "cuda", without_cupy)
-    check_kernels(map(hook_spec, ("allreduce", "bf16", "powersgd")), CUDA)
+@dataclass
+class Launching(commhooks.CommHook):
+    """Needs kernels of its own, and keeps nothing."""
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        for parameter in parameters.values():
+            kernels.require(parameter.device)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        return await comm.all_reduce(bucket.buffer())
+
+
+def plan_groups(hooks: Sequence[HookLike], device: Device) -> None:
+    measure_groups(Job(MODEL, device=device), [hook_spec(each) for each in hooks], [], 4)
+
+
+def simulate(hooks: Sequence[HookLike], device: Device) -> None:
+    measure(Job(MODEL, device=device), hooks, [4])
+
+
+def compare_hooks(hooks: Sequence[HookLike], device: Device) -> None:
+    compare(MODEL, hooks, device=device)
+
+
+MODEL = "support.compared:net"
+COMMANDS = pytest.mark.parametrize("command", [compare_hooks, plan_groups, simulate])
+
+
+@pytest.fixture
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commhooks.cluster.ranks.RankPool", None)
+
+
+@COMMANDS
+@pytest.mark.usefixtures("_nothing_starts")
+def test_too_little_memory_of_the_device_is_refused(command: Any) -> None:
+    sizes = "need about 2 GB, and 1.9 GB are free: for each 1 GB of a process, 74.5 kB of paramete"
+    with pytest.raises(LimitError, match=f"^2 ranks that share a device {re.escape(sizes)}"):
+        command(["allreduce"], FakeDevice(memory=1_900_000_000))
+
+
+@COMMANDS
+@pytest.mark.usefixtures("_nothing_starts")
+def test_hooks_that_need_cupy_are_refused(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", WITHOUT_CUPY)
+    hooks = ["allreduce", "powersgd", "int8", Launching, STAGES]
+    with pytest.raises(CommHookError) as caught:
+        command(hooks, FakeDevice())
+    names = f"int8, {__name__}:Launching, schedule:"
+    assert str(caught.value).startswith(names), caught.value
+    assert str(caught.value).endswith("they need CuPy; or measure on the device 'cpu'")
+
+
+WITHOUT_CUPY = mock.Mock(**{"require.side_effect": CommHookError("they need CuPy")})
+STAGES = 'schedule:stages=[[0,"allreduce"],[5,"topk"]]'
+
+
+def test_hooks_that_need_no_kernels_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults of ``auto`` that cannot run are no candidates, unless it was given them."""
+    monkeypatch.setitem(kernels.BACKENDS, "cuda", WITHOUT_CUPY)
+    exact = ("allreduce", "powersgd", "auto:error=0.1", "hierarchical:ranks_per_node=1", "diloco")
+    check_kernels(map(hook_spec, exact), CUDA)
     check_kernels([hook_spec("int8")], Device("cpu"))
-    for hook in ("int8", "schedule:stages=[[0,'allreduce'],[5,'topk']]".replace("'", '"')):
+    for hook in (
+        "auto:error=int4",
+        'auto:error=0.1,candidates=["int8"]',
+        "hierarchical:inner=int8,ranks_per_node=1",
+    ):
         with pytest.raises(CommHookError, match="need CuPy"):
             check_kernels([hook_spec(hook)], CUDA)
+
+
+def test_memory_of_a_device_of_ones_own_is_limited() -> None:
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(10**10, 10**11)),
+    ):
+        check_limits(2, ModelSize(10**9, 10**9, 1e-7), CUDA)
+        with pytest.raises(LimitError, match=r"^1 rank with an own device need about 10\.9 GB"):
+            check_limits(2, ModelSize(11 * 10**8, 11 * 10**8, 1e-7), CUDA)
 
 
 def test_the_peak_is_that_of_torch_on_the_device() -> None:

@@ -62,6 +62,10 @@ SLEEPING = """
 def test_sleeping(hook_benchmark):
     hook_benchmark("sleeping", **PLACE)
 """
+ON_CUDA = """
+def test_on_cuda(hook_benchmark):
+    hook_benchmark("allreduce", device="cuda", **PLACE)
+"""
 OTHERS = """
 def test_averaging(hook_benchmark):
     assert hook_benchmark("allreduce", **PLACE).error < 1e-6
@@ -197,6 +201,23 @@ def test_only_verified(tmp_path: Path, option: str) -> None:
     assert code == pytest.ExitCode.OK, output
     assert "1 passed" in output
     assert "communication hooks" not in output
+
+
+def test_an_option_for_no_device(tmp_path: Path) -> None:
+    code, output = run(tmp_path, HOOKS + SLEEPING, "--hook-device=cuda:1")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "error: argument --hook-device: invalid choice: 'cuda:1' (choose from" in output
+
+
+@pytest.mark.exhaustive
+def test_the_option_for_a_device_replaces_that_of_tests(tmp_path: Path) -> None:
+    """The first run needs a device that is not there; the second one names another in its place."""
+    text = HOOKS + ON_CUDA
+    code, output = run(tmp_path, text, "--hook-device=cuda", CUDA_VISIBLE_DEVICES="")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "DeviceError: expected a CUDA device, and torch" in output
+    code, output = run(tmp_path, text, "--hook-device=cpu", "--benchmark-disable")
+    assert code == pytest.ExitCode.OK, output
 
 
 @pytest.mark.exhaustive

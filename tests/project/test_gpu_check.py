@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from support.dying_ranks import DyingRanks
 
-from bench.gpu import check, machine
+from bench.gpu import check, deaths, machine, page
 from bench.gpu.check import Stage, StageResult, run_stage
 from bench.gpu.page import sections
 
@@ -67,7 +69,34 @@ def test_a_check_that_takes_long_may_end_early(tmp_path: Path) -> None:
     stage = Stage("slow", (sys.executable, "-c", HANGS), limit_seconds=1, may_time_out=True)
     result = run_stage(stage, 1, tmp_path / "log", tmp_path)
     assert result.status == "left out"
-    assert result.last_line == "not finished after 1 s"
+    assert result.last_line.startswith("not finished after 1 s: child ")
+
+
+TESTS = """
+import time
+
+
+def test_short():
+    pass
+
+
+def test_long():
+    time.sleep(600)
+
+
+def test_never():
+    pass
+"""
+
+
+def test_a_stage_that_is_cut_off_says_which_tests_it_has_not_done(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    stage = Stage("tests", (*check.PYTEST, str(tmp_path), "-p", "no:xdist"), 20, may_time_out=True)
+    result = run_stage(stage, 20, tmp_path / "tests.log", check.ROOT)
+    assert result.status == "left out"
+    assert result.not_done == ("test_long", "test_never")
+    assert "2 tests not done: " in result.last_line
+    assert "KeyboardInterrupt" in (tmp_path / "tests.log").read_text()  # it has ended by itself
 
 
 def collect(stage: Stage) -> tuple[int, str]:
@@ -87,7 +116,7 @@ def test_there_are_tests_for_every_stage() -> None:
         stage.name for stage in planned
     }
     found = {stage.name: collect(stage) for stage in planned if "pytest" in stage.command}
-    assert len(found) == 10
+    assert len(found) == 12
     for stage, (code, last_line) in found.items():
         assert code == 0, (stage, last_line)
         assert re.search(r"\d+ tests collected", last_line), (stage, last_line)
@@ -155,9 +184,41 @@ def test_what_a_stage_needs_and_the_machine_lacks_is_left_out(clock: Clock, tmp_
 
 
 def test_the_check_ends_in_time_and_builds_first() -> None:
-    """Nine minutes for all; the time-outs of children add little."""
+    """Nine minutes for all, four for a part; the time-outs of children add little."""
     assert check.SECONDS <= 525
-    assert check.stages()[0].name == "build"
+    planned = check.stages()
+    assert all(stage.limit_seconds + check.GRACE_SECONDS <= 245 for stage in planned)
+    first = ["build", "kernels", "2 ranks", "4 ranks", "deaths", "links", "conformance nccl"]
+    assert [stage.name for stage in planned[: len(first)]] == first
+
+
+def end(die: Callable[[], None]) -> None:
+    die()
+    print("last words", *range(100), sep="\n", flush=True)
+    os._exit(7)
+
+
+def test_deaths_of_ranks() -> None:
+    """What is measured over NCCL, over Gloo; a rank that torch's watchdog ends leaves its words."""
+    with DyingRanks(2) as ranks:
+        for how in deaths.HOWS:
+            # Over Gloo, hooks in Python have groups of their own, whose time-out is another one.
+            case = ("host waits", how, "allreduce" if how == "stopped" else "int8")
+            row = deaths.measure(ranks, case, "cpu", "gloo", timeout=1.0)
+            assert row["extra_info"]["rank 0"] == "CommHookPeerError", row
+        (ended,) = ranks.run(end)
+        assert ended.kind == "exit code 7"
+        assert ended.text.startswith("last words\n0\n1\n")
+        assert 0 <= ended.seconds < 60
+    rows = [row, deaths.row_of(("watchdog", "killed", "int8"), ended)]
+    text = "\n".join(sections({"machine": MACHINE, "stages": [PASSED], "benchmarks": rows}))
+    assert re.search(r"\| raises, a hook of two collectives, host waits +\| CommHookPeerE", text)
+    assert re.search(r"\| killed, int8, watchdog +\| exit code 7 .* last words", text)
+    assert "| killed, int8, watchdog | exit code 7 | " in page.deaths(rows)
+    assert page.deaths([]) == "Not yet measured."
+
+
+PASSED = {"name": "deaths", "status": "passed", "seconds": 1.0, "last_line": ""}
 
 
 def test_files_of_a_run(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

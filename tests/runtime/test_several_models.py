@@ -58,7 +58,8 @@ def _torchs(module: nn.Module, group: Any = None) -> nn.Module:
 
 
 def _sharded(module: nn.Module, group: Any = None) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "one"))
+    device = next(module.parameters()).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("replicas", "one"))
     return fully_shard(module, mesh=mesh)
 
 
@@ -91,18 +92,26 @@ def _gradients(models: list[nn.Module]) -> list[Tensor]:
 
 
 def train(
-    rank: int, size: int, wrapper: str, hook: str, way: str, count: int, pairs: int, groups: bool
+    rank: int,
+    size: int,
+    wrapper: str,
+    hook: str,
+    way: str,
+    count: int,
+    pairs: int,
+    groups: bool,
+    device: str = "cpu",
 ) -> None:
     """Train fresh models for two steps, and compare their gradients between the ranks."""
     for _ in range(pairs):
         own = [dist.new_group() if groups else None for _ in range(count)]
-        models = [WRAPPERS[wrapper](nn.Linear(6, 6), group) for group in own]
+        models = [WRAPPERS[wrapper](nn.Linear(6, 6).to(device), group) for group in own]
         chosen = HOOKS[hook]
         handles = [
             commhooks.register(model, chosen() if callable(chosen) else chosen) for model in models
         ]
         for _ in range(2):
-            WAYS[way](models, torch.full((2, 6), rank + 1.0)).backward()
+            WAYS[way](models, torch.full((2, 6), rank + 1.0, device=device)).backward()
         for gradient in _gradients(models):
             own_values = getattr(gradient, "_local_tensor", gradient)
             others = [torch.empty_like(own_values) for _ in range(size)]

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -22,8 +22,14 @@ LIMIT_SECONDS = 60.0
 """After which a test fails: nobody may wait that long."""
 
 
+_DEATH = "a rank dies at"
+
+
 class Raised(NamedTuple):
-    """An error, and the seconds until it was raised."""
+    """An error, and the seconds until it was raised, since the start of the call.
+
+    If the rank ended instead: "exit code", its output and the seconds since the death.
+    """
 
     kind: str
     text: str
@@ -49,12 +55,17 @@ class DyingRanks:
         how: str = "killed",
         timeout: float = LIMIT_SECONDS,
         backend: str = "gloo",
+        environment: Mapping[str, str] | None = None,
+        patience: float = LIMIT_SECONDS,
     ) -> list[Raised]:
         """Return what ``fn`` raised on each surviving rank.
 
         ``how``: killed, stopped, exits or raises. ``timeout`` is that of the process group after
-        ``die()``. On NCCL the host waits for collectives.
+        ``die()``. ``environment``: variables of all ranks, by default those for NCCL that let the
+        host wait for collectives. ``patience``: the most seconds for all of it.
         """
+        if environment is None:
+            environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # or torch's watchdog ends processes
         store = local_store()
         victim = RankProcess((), {}, keep_log=True)
         processes = [*self._survivors, victim]
@@ -62,11 +73,16 @@ class DyingRanks:
             for rank, process in enumerate(processes):
                 while not process.ready:
                     assert process.receive() is None
-                call_args = (rank, self._size, store.port, timeout, backend, how, fn, *args)
-                process.send(Call(_run, call_args, {}, LIMIT_SECONDS, _leave))
-            return [_result(process) for process in self._survivors]
+                limits = timeout, patience
+                call_args = (rank, self._size, store.port, limits, backend, how, environment, fn)
+                process.send(Call(_run, (*call_args, *args), {}, patience, _leave))
+            return [_result(process, patience) for process in self._survivors]
         finally:
             victim.kill()
+            for i, process in enumerate(self._survivors):
+                if not process.is_alive():
+                    process.kill()
+                    self._survivors[i] = RankProcess((), {}, keep_log=True)
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +97,18 @@ class DyingRanks:
             process.kill()
 
 
-def _result(process: RankProcess) -> Raised:
-    assert wait([process.connection], LIMIT_SECONDS), process.stacks()
-    result = process.receive()
+def _result(process: RankProcess, patience: float) -> Raised:
+    assert wait([process.connection], patience), process.stacks()
+    try:
+        result = process.receive()
+    except (EOFError, ConnectionError):
+        now, code, log = time.monotonic(), process.exit_code(), process._log
+        assert log is not None
+        log.seek(0)
+        _, death, after = log.read().decode(errors="replace").rpartition(_DEATH)
+        assert death, f"rank ended with exit code {code} before the death: {after[-2000:]}"
+        moment, _, text = after.partition("\n")
+        return Raised(f"exit code {code}", text, now - float(moment))
     assert result is not None
     assert result.error is None, result.traceback
     return result.value  # type: ignore[no-any-return]
@@ -93,25 +118,37 @@ def _run(
     rank: int,
     size: int,
     port: int,
-    timeout: float,
+    limits: tuple[float, float],
     backend: str,
     how: str,
+    environment: Mapping[str, str],
     fn: Callable[..., Any],
     *args: Any,
 ) -> Raised:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # or torch's watchdog ends the process
-    join_group(rank, size, "127.0.0.1", port, LIMIT_SECONDS, backend=backend)
+    timeout, patience = limits
+    os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)  # of an earlier call
+    os.environ.update(environment)
+    join_group(rank, size, "127.0.0.1", port, patience, backend=backend)
     # Without time-outs, a rank has left its note before its connections close.
     peers._GRACE_SECONDS = 0.05 if timeout == LIMIT_SECONDS else 2.0
+
+    def die() -> None:
+        if rank == size - 1:
+            _die(how)
+        print(_DEATH, time.monotonic(), flush=True)
+        set_timeout(timeout)
+
     start = time.monotonic()
     raised = Raised("", "", 0.0)
     try:
-        fn(lambda: _die(how) if rank == size - 1 else set_timeout(timeout), *args)
+        fn(die, *args)
     except RuntimeError as error:
         raised = Raised(type(error).__name__, str(error), time.monotonic() - start)
-    except KeyboardInterrupt:  # of the dying rank: most programs end with their exception
+    except KeyboardInterrupt:
+        pass
+    if rank == size - 1 and how == "raises":  # most programs end with their exception
         os._exit(1)
     # A rank that is not in a collective does not notice. It must not be the next one to leave.
     store = dist.distributed_c10d._get_default_store()

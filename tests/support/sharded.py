@@ -121,8 +121,8 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 
     del FEATURES["zeros for unused parameters"]
 
 
-def mesh_of(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+def mesh_of(replicas: int, shards: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def build(mesh: DeviceMesh, feature: Feature = FEATURES["units"]) -> Any:
@@ -152,7 +152,8 @@ def train(net: Any, rank: int, steps: int, feature: Feature = FEATURES["units"])
             if feature.accumulate:
                 getattr(net, feature.accumulate)(is_last)
             draw = torch.Generator().manual_seed(100 * step + 10 * rank + is_last)
-            inputs = torch.randn(4, 7, generator=draw, requires_grad=feature.reentrant is True)
+            inputs = torch.randn(4, 7, generator=draw).to(next(net.parameters()).device)
+            inputs.requires_grad_(feature.reentrant is True)
             net(inputs).square().mean().backward()
         if feature.clips:
             norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.5, foreach=True)

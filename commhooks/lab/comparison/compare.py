@@ -1,25 +1,26 @@
 """The comparison itself, see :func:`compare`."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
-from commhooks.algorithms.bucket_memory import KeepsErrors
-from commhooks.cluster import CPU, Device, LaunchedRanks
+from commhooks.cluster import Device, LaunchedRanks
 from commhooks.cluster import links as shaped
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.units import format_rate
-from commhooks.hook.base import tree
-from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
-from commhooks.kernels import require
+from commhooks.hook.spec import HookLike, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
+from commhooks.lab.comparison.experiment import (
+    Conditions,
+    Experiment,
+    Figures,
+    ProgressCallback,
+    Setting,
+)
 from commhooks.lab.comparison.remote import load_training_function
 from commhooks.lab.comparison.result import (
     Comparison,
@@ -28,15 +29,11 @@ from commhooks.lab.comparison.result import (
     Failure,
     Row,
 )
-from commhooks.lab.machine import available_bytes, cores, describe_machine
+from commhooks.lab.limits import check_model
+from commhooks.lab.machine import cores, describe_machine
 from commhooks.lab.models import Workload, name_of
+from commhooks.lab.simulation.dry_run import check_kernels
 from commhooks.lab.verdict import CAUTIOUS
-
-_RANKS_PER_CORE = 8
-_PROCESS_BYTES = 400_000_000  # of a process that has imported torch
-_CUDA_PROCESS_BYTES = 2_000_000_000  # with the libraries of CUDA
-_CONTEXT_BYTES = 1_000_000_000  # of a process on a CUDA device, with NCCL's buffers
-_COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries
 
 
 def compare(
@@ -80,7 +77,7 @@ def compare(
         input: a function that returns a batch, or its name, see
             :class:`commhooks.lab.models.Workload`.
         train: a function or its name, see Note [Training functions] in remote.py.
-        world_size: number of ranks; :func:`check_limits` limits it.
+        world_size: number of ranks; :func:`commhooks.lab.limits.check_limits` limits it.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
         train_steps: number of training steps for each entry and measured link, or over loopback if
@@ -98,8 +95,9 @@ def compare(
         DeviceError, ModelError, TrainingError: before anything starts.
         CommHookOptionError, UnknownHookError: none of the hooks can be made.
         CommHookError: a hook needs CuPy on this device, and it cannot be used.
-        ComparisonError: a number makes no sense, there are too many ranks for this machine, the
-            bare model or torch DDP fails, or a link can be neither made nor predicted.
+        LimitError: there are too many ranks for this machine.
+        ComparisonError: a number makes no sense, the bare model or torch DDP fails, or a link can
+            be neither made nor predicted.
         ComparisonInterrupted: Ctrl-C; contains what has been measured so far.
     """
     start = time.monotonic()
@@ -107,22 +105,32 @@ def compare(
         world_size, device = ranks.world_size, ranks.device
         if links:
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
-    _check_numbers(world_size, steps, train_steps, timeout, links)
-    if train is not None:
-        train = name_of(train)
-        load_training_function(train)
-    workload = Workload(model, input, device=Device.choose(device))
-    gradient_bytes, precision = check_model(
-        workload, world_size if ranks is None else ranks.local_world_size
+    conditions = Conditions(
+        Workload(model, input, device=Device.choose(device)),
+        world_size,
+        steps,
+        tuple(links),
+        None if train is None else name_of(train),
+        train_steps,
+        timeout,
+        progress,
     )
+    if conditions.train is not None:
+        load_training_function(conditions.train)
+    here = world_size if ranks is None else ranks.local_world_size
+    size = check_model(conditions.workload, here)
     own = [each for each in hooks if isinstance(each, Entry)]
     named = [each for each in hooks if not isinstance(each, Entry)]
     specs, reasons = parse_hook_specs(named)  # the module of the model may register hooks
-    _check_names(specs)
-    if not any(spec.text == CAUTIOUS for spec in specs):
+    if not specs:
+        raise ComparisonError("expected at least one hook to compare")
+    names = [spec.text for spec in specs]
+    for name in (BARE.name, TORCH.name):
+        if name in names:
+            raise ComparisonError(f"hook {name!r} has the name of a baseline; rename it")
+    if CAUTIOUS not in names:
         specs.insert(0, hook_spec(CAUTIOUS))
-    check_kernels(specs, workload.device)
-    entries = [BARE, TORCH, *own, *map(Entry.of, specs)]
+    check_kernels(specs, conditions.workload.device)
     notes = []
     if ranks is None and world_size > cores():
         notes.append(
@@ -133,19 +141,13 @@ def compare(
         notes.append(f"links are predicted, not measured: {reason}")
         measured = []
     experiment = Experiment(
-        workload,
-        entries,
-        world_size,
-        steps,
-        precision,
-        train,
-        train_steps,
-        timeout=timeout,
-        progress=progress,
+        conditions,
+        size,
+        [BARE, TORCH, *own, *map(Entry.of, specs)],
         notes=notes,
         failures=[Failure(text, None, reason) for text, reason in reasons.items()],
     )
-    report = Report(experiment, gradient_bytes)
+    report = Report(experiment)
     try:
         if ranks is None:
             experiment.run(measured)
@@ -161,85 +163,11 @@ def compare(
     return replace(found, measuring_seconds=time.monotonic() - start)
 
 
-def _check_numbers(
-    world_size: int,
-    steps: int,
-    train_steps: int,
-    timeout: float,
-    links: Sequence[float],
-) -> None:
-    if not timeout > 0:
-        raise ComparisonError(f"expected a time-out in seconds, found {timeout}")
-    for what, number in (("steps", steps), ("training steps", train_steps)):
-        if number < 1:
-            raise ComparisonError(f"expected at least 1 of {what}, found {number}")
-    if world_size < 2:
-        raise ComparisonError(f"expected at least 2 ranks, found {world_size}: one has no peer")
-    for rate in links:
-        if not 0 < rate < math.inf:
-            raise ComparisonError(f"expected a rate in bits per second, found {rate}")
-
-
-def _check_names(specs: Sequence[HookSpec]) -> None:
-    if not specs:
-        raise ComparisonError("expected at least one hook to compare")
-    for spec in specs:
-        if spec.text in (BARE.name, TORCH.name):
-            raise ComparisonError(f"hook {spec.text!r} has the name of a baseline; rename it")
-
-
-def check_model(workload: Workload, world_size: int) -> tuple[int, float]:
-    """Check that the model fits; return the bytes of its gradients and their relative precision."""
-    on_host = replace(workload, device=CPU)
-    module = on_host.make_module()
-    on_host.make_input(module, 0)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    check_limits(world_size, parameter_bytes, workload.device)
-    precision = max(torch.finfo(parameter.dtype).eps for parameter in parameters)
-    return sum(parameter.nbytes for parameter in parameters), precision
-
-
-def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
-    """Raise CommHookError if some hook needs kernels that cannot run on the device."""
-    if any(isinstance(each, KeepsErrors) for spec in specs for each in tree(spec.create())):
-        require(torch.device(device.type))
-
-
-def check_limits(world_size: int, parameter_bytes: int, device: Device = CPU) -> None:
-    """Raise ComparisonError if this machine cannot run the ranks.
-
-    The limits are 8 ranks per core, and for each rank memory of 0.4 GB and of nine copies of the
-    parameters, however many entries take turns. On CUDA these copies and 1 GB are memory of the
-    device, which ranks may share, and a rank takes 2 GB and one copy of the machine's.
-    """
-    most = _RANKS_PER_CORE * cores()
-    if world_size > most:
-        raise ComparisonError(
-            f"{world_size} ranks are more than the {most} that can run on {cores()} cores (at most "
-            f"{_RANKS_PER_CORE} per core); `commhooks simulate` predicts larger world sizes"
-        )
-    free = device.free_bytes()
-    on_host = (_PROCESS_BYTES, _COPIES) if free is None else (_CUDA_PROCESS_BYTES, 1)
-    for where, ranks, available, own_bytes, copies in (
-        ("", world_size, available_bytes(), *on_host),
-        (" on one device", device.sharing(world_size), free, _CONTEXT_BYTES, _COPIES),
-    ):
-        needed = ranks * (own_bytes + parameter_bytes * copies)
-        if available is not None and needed > available:
-            raise ComparisonError(
-                f"{ranks} ranks{where} need about {needed / 1e9:.1f} GB (for each, {copies} x "
-                f"{parameter_bytes / 1e6:.0f} MB of parameters), and {available / 1e9:.1f} GB are "
-                "available; use fewer ranks or a smaller model"
-            )
-
-
 @dataclass(frozen=True)
 class Report:
     """Makes rows from the measurements of an ``experiment``, and from predictions."""
 
     experiment: Experiment
-    gradient_bytes: int
 
     def comparison(self, links: Sequence[float], *, complete: bool) -> Comparison:
         """Return the result of the first setting and of links, predicted if not measured.
@@ -261,11 +189,12 @@ class Report:
                     if name not in known
                 ]
             rows += found
+        conditions = experiment.conditions
         return Comparison(
-            str(experiment.workload.model),
-            experiment.world_size,
-            experiment.steps,
-            describe_machine(experiment.workload.device),
+            str(conditions.workload.model),
+            conditions.world_size,
+            conditions.steps,
+            describe_machine(conditions.workload.device),
             tuple(experiment.notes),
             tuple(rows),
             tuple(experiment.pairs),
@@ -326,7 +255,8 @@ class Report:
         first_steps = self.experiment.settings[0].first_steps[name]
         wire_bytes = self._local[name].wire_bytes
         bare = self._local[BARE.name].step_seconds
-        plain_bytes = all_reduce_bytes(self.gradient_bytes, self.experiment.world_size)
+        nbytes = self.experiment.model.gradient_bytes
+        plain_bytes = all_reduce_bytes(nbytes, self.experiment.conditions.world_size)
         study = self.experiment.study
         is_simulated = study is not None and name in {BARE.name, *study.hooks}
         return Row(
@@ -336,7 +266,7 @@ class Report:
             to_torch=seconds[name] / seconds[TORCH.name],
             floor_seconds=8 * wire_bytes / rate + bare if rate else None,
             predicted_seconds=self._step_seconds(name, rate) if rate and is_simulated else None,
-            gradient_bytes=self.gradient_bytes,
+            gradient_bytes=nbytes,
             wire_bytes=wire_bytes,
             ratio=plain_bytes / wire_bytes if wire_bytes else None,
             error=first_steps.error,

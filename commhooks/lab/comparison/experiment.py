@@ -29,6 +29,7 @@ from commhooks.lab.comparison.result import (
     HostPair,
     TrainingPoint,
 )
+from commhooks.lab.limits import ModelSize
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Study, measure
@@ -42,6 +43,44 @@ _LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the defa
 
 ProgressCallback = Callable[[str, float, float], None]
 """Called with a description of the current work, the steps that are done, and all steps."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What :func:`commhooks.lab.comparison.compare` measures on, and for how long: its arguments.
+
+    Raises ComparisonError if a number makes no sense.
+    """
+
+    workload: Workload
+    world_size: int = 2
+    steps: int = 50
+    links: tuple[float, ...] = ()
+    train: str | None = None
+    train_steps: int = 200
+    timeout: float = 600.0
+    """Seconds for the steps of one entry that are run together."""
+    progress: ProgressCallback = lambda *_: None
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ComparisonError(f"expected a time-out in seconds, found {self.timeout}")
+        for what, number in (("steps", self.steps), ("training steps", self.train_steps)):
+            if number < 1:
+                raise ComparisonError(f"expected at least 1 of {what}, found {number}")
+        if self.world_size < 2:
+            raise ComparisonError(
+                f"expected at least 2 ranks, found {self.world_size}: one has no peer"
+            )
+        for rate in self.links:
+            if not 0 < rate < math.inf:
+                raise ComparisonError(f"expected a rate in bits per second, found {rate}")
+
+    def ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
+        """Start ranks on this machine, over loopback or a link."""
+        threads = max(1, cores() // self.world_size)
+        device = self.workload.device
+        return Ranks(self.world_size, link, device=device, threads=threads, timeout=self.timeout)
 
 
 @dataclass(frozen=True)
@@ -114,21 +153,14 @@ class Setting:
 
 @dataclass
 class Experiment:
-    """The entries of a comparison, how long each is measured, and what has been measured so far.
+    """The entries of a comparison, its conditions, and what has been measured so far.
 
-    Exact entries must return the exact mean, within rounding of ``precision``.
+    Exact entries must return the exact mean, within rounding of the precision of ``model``.
     """
 
-    workload: Workload
+    conditions: Conditions
+    model: ModelSize
     entries: list[Entry]
-    world_size: int
-    steps: int
-    precision: float
-    train: str | None = None
-    train_steps: int = 0
-    timeout: float = 600.0
-    """Seconds for the steps of one entry that are run together."""
-    progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
     """The settings in the order in which they were measured; the first one is verified."""
     study: Study | None = None
@@ -147,20 +179,21 @@ class Experiment:
 
     def run(self, links: Sequence[float]) -> None:
         """Measure over loopback and over links of these rates."""
+        conditions = self.conditions
         first = self._tasks(is_first=True, trains=not links)
         others = self._tasks(is_first=False, trains=True)
         self._all_steps = _steps(first) + len(links) * _steps(others)
-        with self._ranks() as ranks:
+        with conditions.ranks() as ranks:
             loopback = self.begin(LOOPBACK, ranks)
             self.do(first, loopback, ranks)
-            self.measure_alone(ranks, self.world_size)
+            self.measure_alone(ranks)
             self._tell(loopback, "running hooks dry")
             self._dry_run(ranks)
         for rate in links:
             try:
                 with (
-                    shaped.shaped_link(self.world_size, rate) as link,
-                    self._ranks(link) as ranks,
+                    shaped.shaped_link(conditions.world_size, rate) as link,
+                    conditions.ranks(link) as ranks,
                 ):
                     self.do(others, self.begin(format_rate(rate), ranks, rate), ranks)
             except shaped.LinkError as error:
@@ -172,33 +205,35 @@ class Experiment:
         tasks = self._tasks(is_first=True, trains=True)
         self._all_steps = _steps(tasks)
         pairs = pairs_of_hosts(ranks)
-        for index, pair in enumerate(measure_pairs(ranks, pairs, ranks.device)):
+        for index, pair in enumerate(measure_pairs(ranks, pairs)):
             self.pairs.append(pair)
-            self.progress(f"{HOSTS}: pair {index + 1} of {len(pairs)} measured", 0, self._all_steps)
+            what = f"{HOSTS}: pair {index + 1} of {len(pairs)} measured"
+            self.conditions.progress(what, 0, self._all_steps)
         if not pairs:
             self.notes.append("all ranks are on one host, so there was no network to measure")
         self.do(tasks, self.begin(HOSTS, ranks), ranks)
-        self.measure_alone(ranks, ranks.local_world_size)
+        self.measure_alone(ranks)
 
     def begin(self, name: str, ranks: RankCaller, bits_per_second: float | None = None) -> Setting:
         """Prepare ranks for the tasks of a new setting."""
         setting = Setting(name, bits_per_second)
         self._tell(setting, "preparing")
-        ranks.make(Side, self.workload)
+        ranks.make(Side, self.conditions.workload)
         self.settings.append(setting)
         return setting
 
-    def measure_alone(self, ranks: RankCaller, ranks_here: int) -> None:
+    def measure_alone(self, ranks: RankCaller) -> None:
         """Measure a step of the bare model on rank 0 alone, if ranks on this machine share devices.
 
         ``ranks`` are those of the last setting.
         """
-        device = self.workload.device
-        if device.sharing(ranks_here) > 1:
-            self.alone_seconds = ranks.do(Side.time_alone, min(self.steps, _MOST))[0]
+        count, device = ranks.local_world_size, ranks.device
+        if device.sharing(count) > 1:
+            steps = min(self.conditions.steps, _MOST)
+            self.alone_seconds = ranks.do(Side.time_alone, steps)[0]
             assert self.alone_seconds is not None
             self.notes.append(
-                f"{ranks_here} ranks share {device} and take turns, so all steps, of bare too, "
+                f"{count} ranks share {device} and take turns, so all steps, of bare too, "
                 "contain the waiting, and small collectives take milliseconds; the verdicts add "
                 "the exposed time to a step of one rank alone, "
                 f"{format_duration(self.alone_seconds)}"
@@ -228,24 +263,21 @@ class Experiment:
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
         """Return the tasks of a setting; each training is in about ten parts."""
         tasks = [Task("verifying", entry, 1) for entry in self.entries if is_first]
-        tasks += timing_tasks(self.entries, self.steps)
-        if trains and self.train is not None:
-            stride = max(1, self.train_steps // _VALIDATIONS)
+        tasks += timing_tasks(self.entries, self.conditions.steps)
+        if trains and self.conditions.train is not None:
+            steps = self.conditions.train_steps
+            stride = max(1, steps // _VALIDATIONS)
             tasks += [
-                Task("training", entry, min(stride, self.train_steps - start), start)
+                Task("training", entry, min(stride, steps - start), start)
                 for entry in self.entries
                 if entry != BARE
-                for start in range(0, self.train_steps, stride)
+                for start in range(0, steps, stride)
             ]
         return tasks
 
     def _tell(self, setting: Setting, what: str) -> None:
-        self.progress(f"{setting.name}: {what}", self._steps_done, self._all_steps)
-
-    def _ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
-        threads = max(1, cores() // self.world_size)
-        device = self.workload.device
-        return Ranks(self.world_size, link, device=device, threads=threads, timeout=self.timeout)
+        text = f"{setting.name}: {what}"
+        self.conditions.progress(text, self._steps_done, self._all_steps)
 
     def _do(self, task: Task, setting: Setting, ranks: RankCaller) -> None:
         """Raises CommHookError if what a task has measured shows that its entry does not work."""
@@ -258,13 +290,13 @@ class Experiment:
             case "measuring":
                 by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
                 steps = zip(*(block.times for block in by_rank), strict=True)
-                slowest = tuple(map(StepTimes.slowest, steps))
+                slowest = tuple(StepTimes(*map(max, zip(*step, strict=True))) for step in steps)
                 own = by_rank[0]
                 block = Block(slowest, own.wire_bytes, own.waited_seconds)
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
-                    ranks.do(Side.begin_training, entry, self.train)
+                    ranks.do(Side.begin_training, entry, self.conditions.train)
                 for left in range(task.steps, 0, -1):
                     point = ranks.do(Side.train, left == 1)[0]
                 setting.training.setdefault(name, []).append(point)
@@ -281,7 +313,7 @@ class Experiment:
             raise CommHookError(
                 "the gradients of a step are not finite, or their mean is zero or not finite"
             )
-        rounding = _ROUNDINGS * self.precision
+        rounding = _ROUNDINGS * self.model.precision
         if error > rounding and entry.is_exact:
             raise CommHookError(
                 f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
@@ -311,16 +343,10 @@ class Experiment:
             for entry in self.entries
             if entry.name in figures and (config := entry.simulated_config)
         }
-        size, workload, device = self.world_size, self.workload, self.workload.device
-        job = Job(
-            workload.model,
-            workload.input,
-            device=device,
-            ranks_per_machine=size,
-            first_step=FIRST_STEP,
-        )
+        size, workload = self.conditions.world_size, self.conditions.workload
+        job = Job(**vars(workload), ranks_per_machine=size, first_step=FIRST_STEP)
         try:
-            pair = next(measure_pairs(ranks, [(0, 1)], device))
+            pair = next(measure_pairs(ranks, [(0, 1)]))
             found = measure(job, list(configs.values()), [size], ranks)
         except Exception as error:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
@@ -331,7 +357,7 @@ class Experiment:
         others = figures.keys() - configs.keys() - {BARE.name}
         self.unpredicted |= dict.fromkeys(others, "it is no hook of commhooks")
         self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
-        on_gloo = device.backend == found.gloo.name
+        on_gloo = workload.device.backend == found.gloo.name
         if not on_gloo:
             rate = format_rate(pair.bits_per_second)
             self.notes.append(f"over loopback, rank 0 sends to rank 1 at {rate}")

@@ -25,27 +25,25 @@ from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.registry import create
-from commhooks.hook.spec import HookLike
-from commhooks.lab.comparison.compare import Report, check_model
+from commhooks.hook.spec import HookLike, HookSpec
+from commhooks.lab.comparison.compare import Report
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import Experiment, Task, timing_tasks
+from commhooks.lab.comparison.experiment import Conditions, Experiment, Task, timing_tasks
 from commhooks.lab.comparison.remote import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK
-from commhooks.lab.machine import cores
+from commhooks.lab.limits import ModelSize, check_model
 from commhooks.lab.models import Workload
+from commhooks.lab.simulation.dry_run import check_kernels
 
 _BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Place(Conditions):
     """Hooks are comparable if these are equal."""
 
-    workload: Workload
-    world_size: int
-    link: str
-    ranks_per_host: int
-    steps: int
+    link: str = LOOPBACK
+    ranks_per_host: int = 1
 
     def __str__(self) -> str:
         hosts = f", {self.ranks_per_host} on each host" if self.ranks_per_host > 1 else ""
@@ -79,10 +77,9 @@ class _Workload(Workload):
 class _Group:
     """The hooks of a module in one place."""
 
-    def __init__(self, place: _Place, ranks: Ranks, rate: float | None) -> None:
+    def __init__(self, place: _Place, size: ModelSize, ranks: Ranks, rate: float | None) -> None:
         self._ranks = ranks
-        self._gradient_bytes, precision = check_model(place.workload, place.world_size)
-        self._experiment = Experiment(place.workload, [], place.world_size, place.steps, precision)
+        self._experiment = Experiment(place, size, [])
         self._setting = self._experiment.begin(place.link, ranks, rate)
         self.benchmarks: list[tuple[str, Any]] = []
         """The hooks that are timed, and what waits for their steps."""
@@ -109,9 +106,9 @@ class _Group:
 
         A hook that fails now has no times, but a line in the table.
         """
-        self._do(timing_tasks(self._experiment.entries, self._experiment.steps))
-        self._experiment.measure_alone(self._ranks, self._experiment.world_size)
-        found = Report(self._experiment, self._gradient_bytes).comparison((), complete=False)
+        self._do(timing_tasks(self._experiment.entries, self._experiment.conditions.steps))
+        self._experiment.measure_alone(self._ranks)
+        found = Report(self._experiment).comparison((), complete=False)
         rows = {row.hook: row for row in found.rows}
         for name, benchmark in self.benchmarks:
             row = rows.get(name)
@@ -179,10 +176,8 @@ class ModuleBenchmarks:
                         link = stack.enter_context(hosts)
                     except LinkError as error:
                         pytest.skip(str(error))
-                threads = max(1, cores() // place.world_size)
-                device = place.workload.device
-                ranks = Ranks(place.world_size, link, device=device, threads=threads)
-                group = _Group(place, stack.enter_context(ranks), rate)
+                size = check_model(place.workload, place.world_size)
+                group = _Group(place, size, stack.enter_context(place.ranks(link)), rate)
                 self._groups[place] = group
                 self._open.push(stack.pop_all())
         return self._groups[place]
@@ -255,9 +250,9 @@ class HookBenchmarks:
             memory, and the bytes on the wire. With ``--benchmark-disable`` this is all.
 
         Raises:
-            DeviceError: torch does not find the device.
-            CommHookError: the hook fails; its gradients are not finite; or it is lossless, and they
-                are not the exact mean.
+            DeviceError, LimitError: before anything starts.
+            CommHookError: the hook needs CuPy, and it cannot be used; the hook fails; its gradients
+                are not finite; or it is lossless, and they are not the exact mean.
         """
         chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
         device = Device.choose(chosen.pop("device", device))
@@ -269,6 +264,8 @@ class HookBenchmarks:
         workload = _Workload(model, batch, options, set_to_none, device, module)
         place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
+        if entry.config is not None:
+            check_kernels([HookSpec(entry.name, entry.config)], device)
         group = self.module.group(place)
         self.benchmark.group = str(place)
         first: FirstSteps = self.benchmark.pedantic(group.verify, (entry,))

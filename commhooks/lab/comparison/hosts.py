@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster import CPU, Device, RankCaller
+from commhooks.cluster import Device, RankCaller
 from commhooks.lab.comparison.result import HostPair
 
 _ROUND_TRIPS = 30
@@ -37,15 +37,13 @@ def pairs_of_hosts(ranks: RankCaller) -> list[tuple[int, int]]:
     return list(itertools.combinations(first.values(), 2))
 
 
-def measure_pairs(
-    ranks: RankCaller, pairs: Sequence[tuple[int, int]], device: Device = CPU
-) -> Iterator[HostPair]:
-    """Measure the pairs of ranks one after the other, with messages in memory of the device."""
+def measure_pairs(ranks: RankCaller, pairs: Sequence[tuple[int, int]]) -> Iterator[HostPair]:
+    """Measure the pairs of ranks one after the other, with messages in memory of their device."""
     names = ranks(_name)
     for a, b in pairs:
 
         def round_trip(there: int, back: int, a: int = a, b: int = b) -> float:
-            return float(ranks(_round_trip, a, b, there, back, device)[a])
+            return float(ranks(_round_trip, a, b, there, back, ranks.device)[a])
 
         latency = statistics.median(round_trip(1, 1) for _ in range(_ROUND_TRIPS)) / 2
         rate = min(_rate(lambda n: round_trip(n, 1)), _rate(lambda n: round_trip(1, n)))

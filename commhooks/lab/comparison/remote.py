@@ -29,7 +29,7 @@ its time does not count. ::
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,11 +60,6 @@ class StepTimes(NamedTuple):
 
     step: float
     backward: float
-
-    @classmethod
-    def slowest(cls, by_rank: Iterable["StepTimes"]) -> "StepTimes":
-        """Return the longest times of all ranks."""
-        return cls(*map(max, zip(*by_rank, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -190,13 +185,15 @@ class TrainingRun:
         self._count = 0
         self._seconds = 0.0
 
-    def step(self) -> None:
-        """Run the next training step, which all ranks begin together."""
+    def step(self) -> float:
+        """Run the next training step, which all ranks begin together; return its seconds."""
         self._device.barrier()
         start = self._device.now()
         self._validate = self._next()
-        self._seconds += self._device.now() - start
+        seconds = self._device.now() - start
+        self._seconds += seconds
         self._count += 1
+        return seconds
 
     def validate(self) -> TrainingPoint:
         """Return the point after the last step; its loss is the mean over ranks."""

@@ -17,7 +17,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
@@ -45,6 +45,8 @@ from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
+from commhooks.hook.spec import HookSpec
+from commhooks.kernels import BACKENDS, require
 from reducer import GradBucket
 
 _FEWEST, _MOST, _SECONDS = 2, 3, 2.0
@@ -277,6 +279,27 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     if len(known) < len(sent) or not any(known):
         return None
     return all_reduce_bytes(matrix.nbytes, size) * len(steps) / sum(known)
+
+
+def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
+    """Raise CommHookError if hooks could not be registered for want of kernels on the device.
+
+    Registration is tried on tensors that stand for those of the device. Other reasons against a
+    hook, which depend on the model, do not count.
+    """
+    try:
+        require(torch.device(device.type))
+    except CommHookError as missing:
+        needing = []
+        for spec in specs:
+            with patch.dict(BACKENDS, meta=BACKENDS[device.type]):
+                try:
+                    prepare(spec.create(), {"": torch.empty(1, device="meta")}, fake_group(2), None)
+                except CommHookError as error:
+                    needing += [spec.text] * (str(missing) in str(error))
+        if needing:
+            names = ", ".join(needing)
+            raise CommHookError(f"{names}: {missing}; or measure on the device 'cpu'") from missing
 
 
 def as_launched(ranks_per_node: int) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
-from commhooks.hook.spec import HookLike, config_of
+from commhooks.hook.spec import HookLike, config_of, hook_spec
+from commhooks.lab.limits import check_model
 from commhooks.lab.machine import cores, free_memory
 from commhooks.lab.models import ModelError, Workload
-from commhooks.lab.simulation.dry_run import as_launched, dry_run, fake_group
+from commhooks.lab.simulation.dry_run import as_launched, check_kernels, dry_run, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
@@ -126,10 +128,13 @@ def measure(
     A hook that cannot be simulated is left out, with the reason. Uses ``ranks``, at least 2, if
     given, else starts processes of its own. If it raises, ``ranks`` cannot be used any more.
 
-    Raises ModelError, and the error of plain averaging if that cannot be simulated.
+    Raises ModelError; LimitError and CommHookError if memory or kernels are missing, before
+    anything starts; and the error of plain averaging if that cannot be simulated.
     """
     busy = min(job.ranks_per_machine, cores())
     if ranks is None:
+        check_model(job, max(2, busy))
+        check_kernels(map(hook_spec, hooks), job.device)
         with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
@@ -198,24 +203,36 @@ class RankSide:
         step = self.profile(hook.bucket_key)
         is_native = create(config).native(self.alone) is not None
         job.device.barrier(self._together)
+        # The work of a native hook is the engine's, which the profile contains.
+        runs = self.dry_runs(config, step.buckets, sizes, is_timed=not is_native)
         by_size = {
-            size: [
-                (share, step.with_hook(trace, is_native=is_native))
-                for share, trace in dry_run(
-                    config,
-                    step.buckets,
-                    self.parameters,
-                    self.roles,
-                    size=size,
-                    ranks_per_node=job.ranks_per_node,
-                    first_step=job.first_step,
-                    is_timed=not is_native,  # its work is the engine's, which the profile contains
-                    device=job.device,
-                )
-            ]
-            for size in sizes
+            size: [(share, step.with_hook(trace, is_native=is_native)) for share, trace in found]
+            for size, found in runs.by_size.items()
         }
-        return DryRuns(by_size, job.ranks_per_node)
+        return replace(runs, by_size=by_size)
+
+    def dry_runs(
+        self,
+        config: Mapping[str, Any],
+        buckets: Sequence[GradBucket],
+        sizes: Sequence[int],
+        *,
+        is_timed: bool = True,
+    ) -> DryRuns:
+        """Trace a hook that averages some buckets in worlds of ``sizes``."""
+        names = {name for bucket in buckets for name in bucket.names}
+        run = partial(
+            dry_run,
+            config,
+            buckets,
+            {name: p for name, p in self.parameters.items() if name in names},
+            self.roles,
+            ranks_per_node=self.job.ranks_per_node,
+            first_step=self.job.first_step,
+            is_timed=is_timed,
+            device=self.job.device,
+        )
+        return DryRuns({size: run(size=size) for size in sizes}, self.job.ranks_per_node)
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:

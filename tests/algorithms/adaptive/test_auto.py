@@ -105,7 +105,7 @@ def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> d
         time.sleep(0.002 * rank * (step % 3))
         gradients = {
             name: scale * (g.sum(0, keepdim=True) + 0.1 * g)
-            for name, g in draw_gradients(PARAMETERS, rank, step).items()
+            for name, g in draw_gradients(trainer.parameters, rank, step).items()
         }
         gradients = {n: g.expand(SHAPES[n]).contiguous() for n, g in gradients.items()}
         found = trainer.step(gradients)
@@ -126,11 +126,12 @@ def agree(hook: Any) -> Plan:
     return hook.plan
 
 
-def adapt(rank: int, size: int, torch_ddp: bool) -> None:
+def adapt(rank: int, size: int, torch_ddp: bool, device: str = "cpu") -> None:
+    parameters = {name: zeros.to(device) for name, zeros in PARAMETERS.items()}
     with ExitStack() as stack:
         links = Links(stack)
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
-        trainer = Trainer(hook, PARAMETERS, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
+        trainer = Trainer(hook, parameters, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
         assert "nothing has been measured" in hook.plan.reason
         train(trainer, rank, range(30))
         plan = agree(hook)
@@ -138,7 +139,7 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         assert step == hook.history[0].step
         assert "the first plan. 3 parameters change their hook" in note
         assert hook.history[0].reason == "the first plan"
-        assert hook.history[0].step <= 18
+        assert hook.history[0].step <= 18 or device != "cpu"
         assert set(plan.hook_of()) == set(SHAPES)
         assert plan.hook_of()["bias"] == "allreduce"
         assert set(plan.hook_of().values()) > {"allreduce"}
@@ -153,7 +154,7 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         # A resumed run goes on with the same plan, on all ranks, and with what it knows.
         saved = through_file(trainer.handle.state_dict())
         resumed: Any = commhooks.create(hook.to_config())
-        other = Trainer(resumed, PARAMETERS, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
+        other = Trainer(resumed, parameters, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
         other.handle.load_state_dict(saved)
         assert agree(resumed) == plan
         assert resumed.history == hook.history
