@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.copies import in_turn
 from bench.fidelity.sharded import DIFFERENCES, quantize
 from bench.models import ThreeLayers
-from commhooks.adapters.fsdp_units import units_of
+from commhooks.adapters.fsdp.units import units_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
 from commhooks.integrations.fsdp import quantize_reduce_scatter

@@ -29,7 +29,7 @@ def _maker_of(model: nn.Module) -> Callable[[Any], Adapter] | None:
     if isinstance(model, TorchDistributedDataParallel):
         return TorchDDPAdapter
     if is_fully_sharded(model):
-        from commhooks.adapters.fsdp import FSDPAdapter  # imports torch's FSDP
+        from commhooks.adapters.fsdp.gradients import FSDPAdapter  # imports torch's FSDP
 
         return FSDPAdapter
     kinds = {(kind.__module__, kind.__name__) for kind in type(model).mro()}

@@ -57,15 +57,14 @@ except ImportError as error:
     ) from error
 
 from commhooks.adapters.adapter import Adapter
-from commhooks.adapters.fsdp import FSDPAdapter
-from commhooks.adapters.fsdp_units import Unit
+from commhooks.adapters.fsdp.gradients import FSDPAdapter
+from commhooks.adapters.fsdp.units import Unit
 from commhooks.adapters.handle import HookHandle, check_unused, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, check_nesting, tree
 from commhooks.hook.capabilities import Elastic, declares
-from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.runner import Runner
@@ -367,18 +366,17 @@ class _ShardedAverager(_Members, FSDPAdapter):
 
     def _reduce_by_hook(self, runner: Runner, unit: Unit, *arguments: Any) -> None:
         if self._manager.errored():
-            _, flat, shards, operation = arguments
+            _, flat, shards, _ = arguments
             self._follow_step(unit, set(shards))
-            self._average(self._part(unit, flat, shards, set(shards)), operation)
+            self._bucket(flat, shards, set(shards))  # counts it
         else:
             super()._reduce_by_hook(runner, unit, *arguments)
 
     def _with_gradient(self, unit: Unit, names: list[str], own: set[str]) -> set[str]:  # noqa: ARG002
         return set(names)  # zeros without a gradient; replicas are not asked in local steps
 
-    def _average(self, part: BucketPart, operation: Any) -> None:  # noqa: ARG002
-        """Count the bucket: its gradients stay those of this replica."""
-        self._next_bucket(part)
+    def _average(self, placed: Any, operation: Any) -> None:
+        """Leave the gradients as they are: those of this replica."""
 
     def _end_step(self, runner: Runner) -> None:
         self._reports(lambda: runner.end_step(self._buckets, self._step).wait())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from commhooks.adapters.fsdp_units import _groups, units_of
+from commhooks.adapters.fsdp.units import _groups, units_of
 from commhooks.algorithms.averaging.diloco import DiLoCo
 from commhooks.algorithms.exact import AllReduce
 from commhooks.hook.base import has_consensus

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.adapters.fsdp_units import on_optimizer_step
+from commhooks.adapters.fsdp.units import on_optimizer_step
 from commhooks.algorithms.exact import AllReduce
 
 HEAD = ["head.weight", "head.bias"]

@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import commhooks
 from commhooks import native
-from commhooks.adapters.fsdp import FSDPAdapter
+from commhooks.adapters.fsdp.gradients import FSDPAdapter
 from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator

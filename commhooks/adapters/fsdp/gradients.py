@@ -1,4 +1,4 @@
-"""The adapter of models that torch's ``fully_shard`` has sharded (FSDP2, HSDP)."""
+"""Gradients between the replicas of a sharded model: the adapter of FSDP2 and HSDP."""
 
 import functools
 import hashlib
@@ -8,14 +8,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.adapter import Adapter, TorchHook
-from commhooks.adapters.fsdp_units import (
+from commhooks.adapters.fsdp.units import (
     Unit,
     is_root,
     on_end_of_backward,
@@ -29,7 +29,6 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import declares
-from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
@@ -176,10 +175,11 @@ class FSDPAdapter(Adapter):
         flat = flat.view(-1)
         unit.ensure_end(self._end_backward)
         own, shards = unit.take_gradients(), unit.parameters()
+        if not unit.is_filled:
+            shards = {name: shard for name, shard in shards.items() if name in own}
         if self._runner is None:
-            names = set(shards) if unit.is_filled else own
-            self._follow_step(unit, names)
-            self._average(self._part(unit, flat, shards, names), operation)
+            self._follow_step(unit, set(shards))
+            self._average(self._bucket(flat, shards, set(shards)), operation)
             return
         try:
             self._reduce_by_hook(self._runner, unit, own, flat, shards, operation)
@@ -196,7 +196,10 @@ class FSDPAdapter(Adapter):
         shards: dict[str, Tensor],
         operation: Any,
     ) -> None:
-        """See Note [Several reductions in a step]. ``own`` have a gradient on this rank."""
+        """See Note [Several reductions in a step].
+
+        ``shards``: those in ``flat``, in its order. ``own``: those with a gradient on this rank.
+        """
         names = self._with_gradient(unit, list(shards), own)
         if not names:
             return  # zeros on all ranks
@@ -204,9 +207,9 @@ class FSDPAdapter(Adapter):
         if again and self._strict is not None:
             raise _refusal(self.rank, again, self._strict)
         if new := names - again:
-            self._run(runner, self._part(unit, flat, shards, new), operation)
+            self._run(runner, self._bucket(flat, shards, new), operation)
         if again:
-            self._average(self._part(unit, flat, shards, again), operation)
+            self._average(self._bucket(flat, shards, again), operation)
 
     def _with_gradient(self, unit: Unit, names: list[str], own: set[str]) -> set[str]:
         """Return which parameters have a gradient on some rank."""
@@ -240,46 +243,44 @@ class FSDPAdapter(Adapter):
         unit.is_reduced = True
         return again
 
-    def _part(
-        self, unit: Unit, flat: Tensor, shards: dict[str, Tensor], names: set[str]
-    ) -> BucketPart:
-        """Return the part of ``flat`` that holds the gradients of ``names``."""
-        if not unit.is_filled:
-            shards = {name: shard for name, shard in shards.items() if name in names}
-        whole = GradBucket(
-            flat,
-            list(map(real_view, shards.values())),
-            list(shards),
+    def _bucket(self, flat: Tensor, shards: dict[str, Tensor], names: set[str]) -> "_Placed":
+        """Return the gradients of ``names`` as the next bucket. ``shards``: all those in ``flat``.
+
+        The bucket shares the memory of ``flat`` if they are all.
+        """
+        reals = {name: real_view(shard) for name, shard in shards.items()}
+        chosen = {name: real for name, real in reals.items() if name in names}
+        places = [flat]
+        if len(chosen) < len(reals):
+            parts = torch.split(flat, [real.numel() for real in reals.values()])
+            places = [part for name, part in zip(reals, parts, strict=True) if name in names]
+        bucket = GradBucket(
+            flat if len(chosen) == len(reals) else torch.cat(places),
+            list(chosen.values()),
+            list(chosen),
             index=self._buckets,
             is_last=False,
             step=self._step,
         )
-        return BucketPart(whole, [i for i, name in enumerate(shards) if name in names])
-
-    def _next_bucket(self, part: BucketPart) -> GradBucket:
-        bucket = part.whole if part.is_whole else part.bucket(self._buckets, is_last=False)
         self._buckets += 1
         self._launched += 1
-        return bucket
+        return _Placed(bucket, places)
 
-    def _run(self, runner: Runner, part: BucketPart, operation: Any) -> None:
-        """Run the hook on ``part``."""
-        start_ns = time.monotonic_ns()
-        bucket = self._next_bucket(part)
+    def _run(self, runner: Runner, placed: "_Placed", operation: Any) -> None:
+        """Run the hook on a bucket."""
+        start_ns, bucket = time.monotonic_ns(), placed.bucket
         average = runner(bucket).wait().view(-1)
         if operation == dist.ReduceOp.SUM:
             average = average * self.group.size()
-        if average.data_ptr() != part.whole.buffer().data_ptr():
-            part.store(average, part.whole.buffer())
+        placed.store(average)
         self._add_span("hook", bucket.index(), start_ns, bucket, runner.name)
 
-    def _average(self, part: BucketPart, operation: Any) -> None:
-        """Average or sum ``part`` exactly."""
-        start_ns = time.monotonic_ns()
-        bucket = self._next_bucket(part)
+    def _average(self, placed: "_Placed", operation: Any) -> None:
+        """Average or sum a bucket exactly."""
+        start_ns, bucket = time.monotonic_ns(), placed.bucket
         with collective(self.group, f"the average between replicas at step {self._step}"):
             dist.all_reduce(bucket.buffer(), operation, group=self.group)
-        part.store(bucket.buffer(), part.whole.buffer())
+        placed.store(bucket.buffer())
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
         times = start_ns, time.monotonic_ns()
         self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
@@ -355,6 +356,20 @@ class FSDPAdapter(Adapter):
         """Return a text that is the same on ranks whose buckets match."""
         units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
         return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
+
+
+class _Placed(NamedTuple):
+    """A bucket, and the places of its gradients in the flat tensor of a unit."""
+
+    bucket: GradBucket
+    places: Sequence[Tensor]
+
+    def store(self, values: Tensor) -> None:
+        """Write the result to these places, unless it is there already."""
+        if values.data_ptr() != self.places[0].data_ptr():
+            parts = torch.split(values, [place.numel() for place in self.places])
+            for place, part in zip(self.places, parts, strict=True):
+                place.copy_(part)
 
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -1,4 +1,4 @@
-"""The units of a model that ``fully_shard`` has sharded: all private names of torch's FSDP2.
+"""The units of a sharded model, and all private names of torch's FSDP2 that are used.
 
 Note [FSDP's all-reduce]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -17,9 +17,46 @@ that has no replicas yet, and for one that is replicated and not sharded.
 The ranks of a shard group must reduce-scatter the same parameters. Therefore those without a
 gradient are filled with zeros: by torch with ``reduce_scatter_unused_params``, up to torch 2.12 by
 :meth:`Unit._post_backward`. That also notes which had a gradient, because ``flat`` does not tell.
+
+Note [Private names]
+~~~~~~~~~~~~~~~~~~~~
+FSDP2 has no public function that replaces the all-reduce between replicas, tells which parameters
+lie where in a flat tensor, or calls back when a backward has ended. No other file uses these names.
+
+| name | of | torch | what for |
+|---|---|---|---|
+| `DDPMeshInfo`, `FSDPMeshInfo` | module | all | whether a unit has replicas, or shards |
+| `HSDPMeshInfo` | module | all | a unit that gets replicas from us |
+| `_get_fsdp_state` | model | all | the state of a module, which has its units |
+| `_is_root` | state | all | parts of a sharded model are refused |
+| `_fsdp_param_groups` | state | from 2.12 | the units |
+| `_fsdp_param_group` | state | all | the unit, in torch 2.11 |
+| `_root_post_backward_final_callback` | state | all | extended: the end of backward |
+| `wait_for_gradient_reduction` | state | from 2.15 | extended: called after backward instead |
+| `_state_ctx` | state | all | has the next name |
+| `post_backward_final_callback_queued` | context | all | whether FSDP notices the end of backward |
+| `device`, `fsdp_params` | unit | all | where, and on which parameters, FSDP works |
+| `_reduce_scatter_param_indices` | unit | from 2.15 | their order in the flat gradient |
+| `mesh_info` | unit | all | replaced: has the group of replicas |
+| `post_forward_mesh_info` | unit | all | replaced if equal; whether a unit is resharded |
+| `post_backward` | unit | all | extended: notes gradients before they are reduced |
+| `reduce_grads` | unit | all | whether this backward reduces |
+| `reduce_scatter_unused_params` | unit | from 2.13 | set: zeros for parameters without a gradient |
+| `gradient_divide_factor` | unit | all | the factor of PREMUL_SUM, which does not tell it |
+| `_all_gather_comm`, `_reduce_scatter_comm` | unit | all | replaced by quantized collectives |
+| `_module_info` | parameter | all | its name in its module |
+| `_orig_size`, `fsdp_placement` | parameter | all | the whole shape, the sharded dimension |
+| `_sharded_param_data`, `padded_sharded_param_size` | parameter | all | this rank's padded shard |
+| `sharded_param`, `_unsharded_param` | parameter | all | the shard, the whole with gradients |
+| `unsharded_accumulated_grad` | parameter | all | a gradient that FSDP has accumulated |
+| `shard_process_group` | mesh info | all | the shard group |
+| `replicate_process_group` | mesh info | all | replaced: the group of replicas |
+| `replicate_mesh_size`, `replicate_mesh_rank` | mesh info | all | replaced: those of this group |
+| `_version` | tensor | all | notices changes of parameters and gradients |
+| `_current_graph_task_id` | torch._C | all | whether backward is running |
+| `_execution_engine` | autograd | all | calls back at the end of backward |
 """
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -39,6 +76,9 @@ UnitReduction = Callable[[Tensor, Any], None]
 
 EndOfBackward = Callable[[bool], None]
 """Called at the end of backward with whether it has succeeded. May raise."""
+
+
+_COLLECTIVES = {"all_gather": "_all_gather_comm", "reduce_scatter": "_reduce_scatter_comm"}
 
 
 class Unit:
@@ -135,10 +175,12 @@ class Unit:
 
     def attach(self, replicas: dist.ProcessGroup, reduce: UnitReduction) -> None:
         """Call ``reduce`` instead of the all-reduce over ``replicas``."""
-        info = copy.copy(self._torchs_info)
-        if not isinstance(info, DDPMeshInfo):
-            info.__class__ = HSDPMeshInfo
-        info.replicate_process_group = _Replicas(replicas, reduce, self._torchs_info)
+        old = self._torchs_info
+        # Without __init__, which asks the mesh for the group: one of one dimension has none.
+        kind = type(old) if isinstance(old, DDPMeshInfo) else HSDPMeshInfo
+        info = kind.__new__(kind)
+        vars(info).update(vars(old))
+        info.replicate_process_group = _Replicas(replicas, reduce, old)
         info.replicate_mesh_size = replicas.size()
         info.replicate_mesh_rank = replicas.rank()
         group = self._alive()
@@ -190,12 +232,12 @@ class Unit:
 
     def collective(self, name: str) -> Any:
         """Return the object that does the "reduce_scatter" or "all_gather" of the unit."""
-        return getattr(self._alive(), f"_{name}_comm")
+        return getattr(self._alive(), _COLLECTIVES[name])
 
     def set_collective(self, name: str, comm: Any) -> None:
         """Let ``comm`` do it, as ``set_custom_reduce_scatter`` and ``set_custom_all_gather`` do."""
         # These methods refuse units with several meshes.
-        setattr(self._alive(), f"_{name}_comm", comm)
+        setattr(self._alive(), _COLLECTIVES[name], comm)
 
     def _post_backward(self, *_: Any) -> None:
         """Note what has a gradient, let FSDP reduce, and mark what it has reduced."""
