@@ -17,7 +17,6 @@ from commhooks.adapters.training_loop import LateBackwards
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import any_declares
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording, Span
@@ -150,7 +149,7 @@ class Adapter(Ranks, ABC):
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is None or not isinstance(hook, CommHook):
             return
-        if any_declares(hook, "changes_parameters"):
+        if any(each.changes_parameters for each in tree(hook)):
             check = LateBackwards(self, hook.name)
             self._late_backwards = wrapper.register_forward_hook(check)
 

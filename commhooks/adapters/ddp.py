@@ -1,9 +1,10 @@
 """The adapter of ``commhooks.DistributedDataParallel``."""
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,32 +14,11 @@ from commhooks.adapters.training_loop import DiscardedGradients
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import any_declares
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, bucket_stats
 from reducer import DistributedDataParallel
 from reducer.native import NativeHook
-
-
-@runtime_checkable
-class ChangesToNative(Protocol):
-    """A hook that C++ may run for some steps. Only the registered hook is asked."""
-
-    def native_at(self, step: int, group: dist.ProcessGroup) -> NativeHook | None:
-        """Return what runs the next step, number ``step``, in C++; None if the hook itself does.
-
-        Called before each synchronized forward. All ranks must return the same kind.
-        """
-
-
-@runtime_checkable
-class NamesTransport(Protocol):
-    """A hook that may send by another way than through the process group."""
-
-    @property
-    def transport(self) -> str:
-        """The way, for :attr:`HookStats.transport`."""
 
 
 class DDPAdapter(Adapter):
@@ -86,14 +66,12 @@ class DDPAdapter(Adapter):
         if isinstance(hook, CommHook):
             assert target is not None
             self.regroup(hook.bucket_key)
-            changes_parameters = any_declares(hook, "changes_parameters")
+            changes_parameters = any(each.changes_parameters for each in tree(hook))
             before_step = None
             if isinstance(target, Runner):
                 discarded = None if changes_parameters else DiscardedGradients(self, hook.name)
-                runs_in_cpp = None  # the adapter would be in a cycle, and outlive the model
-                if isinstance(hook, ChangesToNative):
-                    runs_in_cpp = functools.partial(self._choose_path, hook, target)
-                before_step = functools.partial(_before_step, hook, target, runs_in_cpp, discarded)
+                own = weakref.ref(self)  # in a cycle, the adapter would outlive the model
+                before_step = functools.partial(_before_step, own, hook, target, discarded)
             self._registration.install(
                 target,
                 name=hook.name,
@@ -111,9 +89,9 @@ class DDPAdapter(Adapter):
         self._first_step = self.steps
         self._stands_in = False
 
-    def _choose_path(self, hook: ChangesToNative, runner: Runner) -> bool:
-        """Let a hook in C++ average the next step in place of the runner, or the runner again."""
-        native = hook.native_at(self.steps, self.group)
+    def choose_path(self, hook: CommHook, runner: Runner) -> bool:
+        """Let C++ run the hook in the next step in place of the runner, or the runner again."""
+        native = hook.native(self.group, self.steps)
         if (native is not None) != self._stands_in:
             self._reducer.set_hook(runner if native is None else native)
             self._stands_in = native is not None
@@ -153,8 +131,6 @@ class DDPAdapter(Adapter):
         ways = {}
         if is_sent and (transport := self._reducer.transport) is not None:
             ways["transport"] = transport.name
-        elif isinstance(self.hook, NamesTransport):
-            ways["transport"] = self.hook.transport
         return HookStats.of(steps, buckets, size, left_out=all_steps - steps, **ways)
 
     def start_recording(self) -> None:
@@ -203,12 +179,13 @@ def _recover(hook: CommHook, target: Runner | NativeHook) -> None:
 
 
 def _before_step(
+    adapter: "weakref.ref[DDPAdapter]",
     hook: CommHook,
     runner: Runner,
-    runs_in_cpp: Callable[[], bool] | None,
     discarded: DiscardedGradients | None,
 ) -> None:
-    if runs_in_cpp is None or not runs_in_cpp():
+    own = adapter()
+    if own is None or not own.choose_path(hook, runner):
         runner.check_capture()
     if discarded is not None and any(each.state for each in tree(hook)):
         discarded.before_step()

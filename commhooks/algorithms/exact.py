@@ -58,7 +58,7 @@ class AllReduce(CommHook):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return all_reduce_bytes(bucket.buffer().nbytes, size)
 
-    def native(self, group: dist.ProcessGroup) -> NativeHook:
+    def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook:  # noqa: ARG002
         return AverageHook(group)
 
 
@@ -96,8 +96,9 @@ class _Half(CommHook):
             return 4 * (size - 1) * part_length(numel, size)
         return all_reduce_bytes(2 * numel, size)
 
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {(): 2 if self.two_shot else 1}
+    @property
+    def rounds(self) -> int:
+        return 2 if self.two_shot else 1
 
     def recover(self) -> None:
         """Use other memory than a failed step, whose messages may still be on their way."""
@@ -115,7 +116,11 @@ class _Half(CommHook):
             self._large.put(bucket, memory)
         return memory
 
-    def native(self, group: dist.ProcessGroup) -> NativeHook | None:
+    def native(
+        self,
+        group: dist.ProcessGroup,
+        step: int | None = None,  # noqa: ARG002
+    ) -> NativeHook | None:
         return None if self.two_shot else AverageHook(group, self.wire_dtype)
 
 
@@ -155,6 +160,7 @@ class Noop(CommHook):
 
     capturable = True
     consensus = False
+    rounds = 0
     state_fields = no_state
     wire = "nothing"
 
@@ -164,8 +170,5 @@ class Noop(CommHook):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:  # noqa: ARG002
         return 0
 
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {}
-
-    def native(self, group: dist.ProcessGroup) -> NativeHook:  # noqa: ARG002
+    def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook:  # noqa: ARG002
         return NoopHook()

@@ -125,8 +125,8 @@ class Communicator:
         """The exchanges that the hook has begun on this bucket, nested hooks included."""
         self.launched: int | torch.Event = 0
         """Time at which the bucket was handed over: on the CPU in nanoseconds of
-        ``time.monotonic_ns()``, on a device an event on the stream of backward; with times if the
-        hook declares ``times_launches``."""
+        ``time.monotonic_ns()``, on a device an event on the stream of backward; with times
+        unless a CUDA graph may capture the hook."""
         self._key = key
         self._seed = seed
         self._ranks = ranks

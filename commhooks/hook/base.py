@@ -34,8 +34,13 @@ An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accep
 or its config, also as its default. In ``reduce`` the outer hook awaits ``inner.reduce(bucket,
 comm.within(inner))``. The framework does the rest for nested hooks: ``prepare``, ``recover``,
 ``metrics``, saved states and the check of the backend. A property of a class, such as ``lossless``,
-holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them. The
-flags that a hook may declare are in :mod:`commhooks.hook.capabilities`.
+holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them.
+
+Note [Capabilities]
+~~~~~~~~~~~~~~~~~~~
+The last members of :class:`CommHook` say what a hook does beyond averaging. A *flag* is a property
+that is False; a hook assigns True in its class, or defines a property if it depends on options.
+Each hook speaks for itself: where a nested hook counts as well, the framework asks it.
 
 In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
 no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
@@ -44,6 +49,7 @@ no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -51,7 +57,8 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.capabilities import check_capabilities
+from commhooks.hook.elastic import Elastic
+from commhooks.hook.model_info import ModelInfo
 from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
@@ -83,8 +90,8 @@ class CommHook:
 
     Raises:
         CommHookOptionError: an option has the wrong type or is out of range.
-        CommHookError: at class definition, if ``reduce`` is not ``async def``, or if a name of
-            :mod:`commhooks.hook.capabilities` has the wrong type.
+        CommHookError: at class definition, if ``reduce`` is not ``async def``, or if the name of
+            another member stands for something else.
     """
 
     name: ClassVar[str] = ""
@@ -104,6 +111,18 @@ class CommHook:
     """The bytes on the wire, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
     """The address of the paper."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What registering the hook by its name alone needs, as texts: "a launcher such as torchrun".
+
+    Required options need not be named.
+    """
+    is_candidate: ClassVar[bool] = False
+    """Whether ``auto`` considers the hook, with its default options, unless the user names others.
+
+    For hooks of other packages; those of this package are in algorithms/adaptive/choices.py.
+    """
+    model_info: ModelInfo = field(default=ModelInfo(), init=False, repr=False, compare=False)
+    """What is known of the model beyond its parameters, set before :meth:`prepare`."""
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
 
@@ -114,7 +133,7 @@ class CommHook:
                 f"{cls.__qualname__}.reduce must be a coroutine: write `async def reduce(self, "
                 "bucket, comm)`, and `await` each collective"
             )
-        check_capabilities(cls)
+        _check_members(cls)
         if "name" not in cls.__dict__:
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
@@ -141,22 +160,6 @@ class CommHook:
         """Return the average of ``bucket.buffer()`` over the ranks of ``comm``."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
 
-    def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
-        """Return the same hook in C++ for our reducer, None if there is none.
-
-        Only the registered hook is asked, after :meth:`prepare`.
-        """
-        return None
-
-    def bucket_key(self, parameter: str) -> Hashable:
-        """Return a key; parameters with different keys should not share a bucket.
-
-        Called after :meth:`prepare`. This is a preference: torch's wrapper ignores it, and so does
-        ours if it is given another ``group_key``. By default, parameters are kept apart as the
-        nested hooks prefer.
-        """
-        return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
-
     def models_agree(self, step: int) -> bool:  # noqa: ARG002
         """Return whether all ranks have the same model before the step with this number.
 
@@ -173,15 +176,23 @@ class CommHook:
         """
         return None
 
+    @property
+    def rounds(self) -> int:
+        """How many collectives of all ranks a bucket awaits at most, one after the other."""
+        return 1
+
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         """Return how many collectives a bucket awaits at most, by the ranks that take part.
 
         ``()`` stands for all ranks, which also end a step together. Registration connects that many
         stage groups; others connect in backward, when they are first awaited. By default the most
-        of the nested hooks, or one collective of all ranks. Called after :meth:`prepare`.
+        of the nested hooks, or :attr:`rounds` of all ranks. Called after :meth:`prepare`.
         """
+        nested = self.nested().values()
+        if not nested:
+            return {(): self.rounds} if self.rounds else {}
         found: dict[tuple[int, ...], int] = {}
-        for hook in self.nested().values():
+        for hook in nested:
             for ranks, count in hook.collectives(rank, size).items():
                 found[ranks] = max(count, found.get(ranks, 0))
         return found or {(): 1}
@@ -209,26 +220,10 @@ class CommHook:
             for name, value in hook.metrics().items()
         }
 
-    def notes(self) -> list[tuple[int, str]]:
-        """Return what the hook has decided so far, as texts with their steps, in order.
-
-        Called between two steps; the list only grows. TensorBoard shows it.
-        """
-        return []
-
     def nested(self) -> dict[str, "CommHook"]:
         """Return the hooks among the options by path: "stages.1.1" for ``stages[1][1]``."""
         options = {name: getattr(self, name) for name in option_names(type(self))}
         return dict(instances_in(options, CommHook))
-
-    def nested_parameters(
-        self, parameters: Mapping[str, Tensor]
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return those of this hook's parameters that each nested hook gets, by its path.
-
-        A hook that gets none may be missing. By default, each gets all.
-        """
-        return dict.fromkeys(self.nested(), parameters)
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField] | None:  # noqa: ARG002
         """Return the fields of ``state[parameter]`` for a parameter with such a gradient.
@@ -249,6 +244,14 @@ class CommHook:
         Called for each of the ranks that saved a state, when another number of ranks loads it.
         ``mean`` has the averageable fields of a parameter. By default, own fields are dropped.
         """
+
+    @property
+    def spreads_parameters(self) -> bool:
+        """Whether nested hooks get other parameters, or parts of them, on other ranks.
+
+        Then only the same ranks can load their states.
+        """
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""
@@ -282,6 +285,95 @@ class CommHook:
         """Return name and options in JSON's types, which :func:`commhooks.create` accepts."""
         options = {name: to_json(getattr(self, name)) for name in option_names(type(self))}
         return {"name": self.name, **options}
+
+    # ----------------------------------------------------------- capabilities: Note [Capabilities]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may capture ``reduce``, together with that of all nested hooks.
+
+        It then depends on nothing but the bucket: on no step, random number or state.
+        """
+        return False
+
+    @property
+    def changes_parameters(self) -> bool:
+        """Whether ``reduce`` also changes the parameters."""
+        return False
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether ``reduce`` begins with ``bucket.all_finite()``, which packing then computes.
+
+        Only the registered hook is asked. A wrapper that passes buckets on unchanged gives the
+        answer of its nested hooks.
+        """
+        return False
+
+    @property
+    def gets_each_once(self) -> bool:
+        """Whether it has to get each parameter once per step, as with a period or a momentum."""
+        return False
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether it begins exchanges, which go on between steps.
+
+        The state that they use must not be replaced in the meantime.
+        """
+        return False
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether the training loop asks it, on every rank, which optimizer steps to skip."""
+        return False
+
+    @property
+    def tells_contribution(self) -> bool:
+        """Whether ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``."""
+        return False
+
+    def bucket_key(self, parameter: str) -> Hashable:
+        """Return a key; parameters with different keys should not share a bucket.
+
+        Called after :meth:`prepare`. This is a preference: torch's wrapper ignores it, and so does
+        ours if it is given another ``group_key``. By default, parameters are kept apart as the
+        nested hooks prefer.
+        """
+        return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
+
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return those of this hook's parameters that each nested hook gets, by its path.
+
+        A hook that gets none may be missing. By default, each gets all.
+        """
+        return dict.fromkeys(self.nested(), parameters)
+
+    def native(
+        self,
+        group: dist.ProcessGroup,  # noqa: ARG002
+        step: int | None = None,  # noqa: ARG002
+    ) -> NativeHook | None:
+        """Return the same hook in C++ for our reducer, None if there is none.
+
+        Only the registered hook is asked, after :meth:`prepare`: for all steps, and if there is
+        none, before each synchronized forward for its ``step``. All ranks must return the same
+        kind.
+        """
+        return None
+
+    def elastic(self) -> Elastic | None:
+        """Return what lets ranks come and go while the hook trains in local steps."""
+        return None
+
+    def notes(self) -> list[tuple[int, str]]:
+        """Return what the hook has decided so far, as texts with their steps, in order.
+
+        Called between two steps; the list only grows. TensorBoard shows it.
+        """
+        return []
 
 
 def tree(hook: CommHook) -> Iterator[CommHook]:
@@ -320,3 +412,23 @@ def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tu
     yield path, hook
     for name, nested in hook.nested().items():
         yield from _walk(nested, f"{path}.{name}" if path else name, (*outer, hook))
+
+
+def _check_members(cls: type) -> None:
+    """Raise CommHookError if the class uses the name of a member for something else."""
+    types, own = inspect.get_annotations(cls), vars(cls)
+    for name, member in vars(CommHook).items():
+        fits, expected = True, ""
+        if isinstance(member, property) and member.fget.__annotations__["return"] is bool:
+            fits = isinstance(own.get(name, False), bool | property | cached_property)
+            fits &= name not in types or (name in own and "bool" in str(types[name]))
+            expected = "True, False or a property"
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            fits, expected = name not in types and callable(getattr(cls, name)), "a method"
+        elif name in ("model_info", "state"):
+            fits, expected = name not in types, "no option"
+        if not fits:
+            raise CommHookError(
+                f"{cls.__qualname__}.{name}: expected {expected}, because the name has a meaning "
+                "for all hooks, see docs/writing-a-hook.md; found something else"
+            )

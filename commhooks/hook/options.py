@@ -256,6 +256,11 @@ class OptionInfo:
         return f"{self.name}: {self.type}{value}{ranges}"
 
 
+def hook_default(hook: str) -> Any:
+    """Return the default of an option that is a hook, by its name; each instance gets its own."""
+    return dataclasses.field(default=hook)
+
+
 def option_names(kind: type) -> list[str]:
     """Return the names of the options of a hook class, in the order of its constructor."""
     return [field.name for field in _fields(kind)]

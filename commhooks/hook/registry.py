@@ -131,7 +131,7 @@ def declared_candidates() -> list[str]:
     names = []
     for name in available():
         with suppress(CommHookError):  # another package is broken
-            if getattr(_find(name), "is_candidate", False) is True:
+            if _find(name).is_candidate is True:
                 names.append(name)
     return names
 
@@ -155,7 +155,7 @@ def describe(name: str) -> HookInfo:
         family=kind.__module__.split(".")[2] if is_own else "",
         needs=(
             *(f"`{option.name}`" for option in options if option.required),
-            *getattr(kind, "needs", ()),
+            *kind.needs,
         ),
     )
 

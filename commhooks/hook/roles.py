@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import KnowsModel, Role
+from commhooks.hook.model_info import ModelInfo, Role
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -39,9 +39,7 @@ def prepare(
 ) -> None:
     """Prepare a hook, and those nested in it, for a model. ``roles``: None if unknown."""
     for each in tree(hook):
-        if isinstance(each, KnowsModel):
-            object.__setattr__(each, "roles", roles)  # its class may be frozen
-            object.__setattr__(each, "units", units)
+        object.__setattr__(each, "model_info", ModelInfo(roles, units))  # its class may be frozen
     hook.prepare(parameters, group)
 
 

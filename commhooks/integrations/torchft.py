@@ -25,7 +25,7 @@ does elsewhere: what it has sent is lost like the gradients of that step.
 Note [Members between boundaries]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``local_sgd`` and ``diloco`` train in local steps, of which the manager knows nothing, up to a step
-in which they send or take something. See :class:`~commhooks.hook.capabilities.Elastic`::
+in which they send or take something. See :class:`~commhooks.hook.elastic.Elastic`::
 
     forward        manager.start_quorum()      if the hook sends in this step
                    recover(), connect          if that is a new quorum
@@ -64,7 +64,7 @@ from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, check_nesting, tree
-from commhooks.hook.capabilities import Elastic, declares
+from commhooks.hook.elastic import Elastic
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.runner import Runner
@@ -153,7 +153,7 @@ def register(
     """
     made = hook if isinstance(hook, CommHook) else create(hook, **options)
     _check(made, manager)
-    if not isinstance(made, Elastic):
+    if made.elastic() is None:
         raise CommHookError(
             f"hook {made!r} averages in every step, which is not supported here for sharded "
             "models; use `local_sgd` or `diloco`"
@@ -209,7 +209,7 @@ class _Members(Adapter):
         self._manager = manager
         self._replicas = replicas
         self.hook = hook
-        self._elastic = hook if isinstance(hook, Elastic) else None
+        self._elastic = hook.elastic()
         self._followed = None
         self._begun = -1
         self._token = _models[replicas] = _models.get(replicas, 0) + 1
@@ -397,10 +397,10 @@ class _ShardedAverager(_Members, FSDPAdapter):
 def _check(hook: CommHook, manager: Manager) -> None:
     """Raise CommHookError if the hook cannot work while replicas come and go."""
     check_nesting(hook)
-    is_elastic = isinstance(hook, Elastic)
+    is_elastic = hook.elastic() is not None
     for each in tree(hook):
         is_outer = is_elastic and each is hook
-        if not is_outer and (not each.consensus or declares(each, "changes_parameters")):
+        if not is_outer and (not each.consensus or each.changes_parameters):
             raise CommHookError(
                 f"hook {each!r} lets models differ between replicas, but a new replica gets the "
                 "model of one of them; use a hook that averages gradients, `local_sgd` or `diloco`"

@@ -11,7 +11,6 @@ from torch.futures import Future
 
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import any_declares, declares
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
@@ -38,11 +37,10 @@ class Runner(ABC):
     ) -> None:
         self.name = hook.name
         """The hook's name, for error messages and profiles."""
-        self.checks_finite = declares(hook, "checks_finite")
+        self.checks_finite = hook.checks_finite
         """Whether the reducer is to tell which buckets are finite: GradBucket.all_finite."""
         self.collector = collector or StatsCollector()
         """The costs of the executions."""
-        self._times_launches = any_declares(hook, "times_launches")
         self._hook = hook
         self._group = group
         self._device = device

@@ -58,7 +58,7 @@ class HookStats:
     left_out: int = 0
     """The number of steps before buckets were last rebuilt, which are not in the means."""
     transport: str = "process group"
-    """The way that the hook averages: "process group", "host memory" or "host memory in nodes"."""
+    """The way that the hook averages: "process group" or "host memory"."""
 
     @classmethod
     def of(

@@ -14,7 +14,6 @@ from commhooks.comm.exchange import NOT_BEGUN, Exchange, completed
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import tree
-from commhooks.hook.capabilities import all_declare, any_declares
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
@@ -55,7 +54,7 @@ class StreamRunner(Runner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_capturable = all_declare(self._hook, "capturable")
+        self.is_capturable = all(each.capturable for each in tree(self._hook))
         self._private: dict[str, PrivateGroups] = {}  # by purpose
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
@@ -65,7 +64,7 @@ class StreamRunner(Runner):
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.check_capture()
         execution = HookExecution(self._hook, bucket, self._group)
-        execution.launch(self._stream, timed=self._times_launches)
+        execution.launch(self._stream, timed=not self.is_capturable)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
             with self._stream, self._mode():
@@ -94,7 +93,7 @@ class StreamRunner(Runner):
             return
         if parts := {ranks: 1 for ranks in stages if ranks}:
             self._private_groups("steps").connect(parts)
-        if any_declares(self._hook, "has_exchanges"):
+        if any(each.has_exchanges for each in tree(self._hook)):
             self._private_groups("exchanges").connect(dict.fromkeys(stages, 1))
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002

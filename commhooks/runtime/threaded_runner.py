@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import tree
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import (
     EndOfStep,
@@ -71,7 +71,7 @@ class ThreadedRunner(Runner):
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect these stage groups, before the threads start."""
         self._thread.groups.connect(stages)
-        if any_declares(self._hook, "has_exchanges"):
+        if any(each.has_exchanges for each in tree(self._hook)):
             self._exchanges.groups.connect(stages)
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
@@ -103,7 +103,7 @@ class ThreadedRunner(Runner):
         self._finalizer()
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
-        execution.launch(self._stream, timed=self._times_launches)
+        execution.launch(self._stream, timed=True)
         scheduler, future = self._scheduler, execution.future
         self._thread.call(lambda: scheduler.launch(execution))
         return future

@@ -10,7 +10,6 @@ from torch import Tensor
 from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import declares
 from commhooks.hook.options import instances_in
 from commhooks.hook.state import StateField, entry_problem
 
@@ -102,7 +101,7 @@ def _walk(
     own = {key: entry for key, entry in state.items() if key not in inner}
     yield HookPart(path, hook, gradients, own, is_spread)
     of_nested = hook.nested_parameters(gradients)
-    is_spread = is_spread or declares(hook, "spreads_parameters")
+    is_spread = is_spread or hook.spreads_parameters
     for key, each in nested.items():
         parameters = of_nested.get(key[1:], {})
         yield from _walk(inner.get(key, {}), each, parameters, (*path, key), is_spread=is_spread)

@@ -16,7 +16,6 @@ from torch import Tensor
 import commhooks
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
-from commhooks.hook.capabilities import declares
 from commhooks.hook.options import instances_in
 from commhooks.testing.compare import (
     differences,
@@ -393,10 +392,10 @@ def contribution(context: RuleContext) -> Problems:
     context.train(trainer)
     of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, recorder.contributions)
-    if not declares(hook, "tells_contribution"):
+    if not hook.tells_contribution:
         if any(told is not None for told in recorder.contributions.values()):
             yield "expected tells_contribution = True for a hook that sets comm.contribution"
-    elif all(declares(each, "tells_contribution") for each in tree(hook)) and has_consensus(hook):
+    elif all(each.tells_contribution for each in tree(hook)) and has_consensus(hook):
         for at, average in recorder.returned.items():
             yield from _not_the_mean([told[at] for told in of_ranks], average)
 

@@ -75,7 +75,7 @@ def scaled_function(factor: float, *, group: Any = None) -> Callable[..., Any]:
 class CountsNative(AllReduce):
     made: int = field(default=0, init=False)
 
-    def native(self, group: dist.ProcessGroup) -> NativeHook:
+    def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook:
         self.made += 1
         return super().native(group)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import ErrorFeedback
 from commhooks.hook import registry
-from commhooks.hook.capabilities import declares
 from commhooks.hook.options import option_names
 from commhooks.testing.compare import mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -200,7 +199,7 @@ def can_be_fed_back(kind: type[commhooks.CommHook]) -> bool:
         return flag
     has_memory = "error_feedback" in option_names(kind)
     hook = commhooks.create(kind.name, **({"error_feedback": False} if has_memory else {}))
-    return declares(hook, "tells_contribution")
+    return hook.tells_contribution
 
 
 def test_all_hooks_that_tell_their_contribution_are_tested() -> None:

@@ -97,7 +97,7 @@ def test_an_inner_hook_may_return_other_memory() -> None:
     assert all((mean == 1.5).all() for mean in run_ranks(average_elsewhere, 4))
 
 
-def on_hosts(rank: int, world_size: int, hosts: Sequence[str]) -> list[str]:
+def on_hosts(rank: int, world_size: int, hosts: Sequence[str]) -> list[float | None]:
     """Let ranks take themselves for ranks of these hosts."""
     found = []
     with patch.object(host_memory, "_identity", lambda: (hosts[rank],)):
@@ -108,7 +108,7 @@ def on_hosts(rank: int, world_size: int, hosts: Sequence[str]) -> list[str]:
         model.zero_grad()
         model(torch.full((6,), float(rank))).sum().backward()
         assert torch.equal(model.module.weight.grad, torch.full((4, 6), 1.5))  # type: ignore[union-attr]
-        found.append(handle.stats().transport)
+        found.append(handle.stats().metrics.get("in_host_memory"))
     return found
 
 
@@ -123,8 +123,7 @@ def on_hosts(rank: int, world_size: int, hosts: Sequence[str]) -> list[str]:
 )
 def test_several_hosts(hosts: str, in_memory: list[bool]) -> None:
     """Nodes of one host use its memory. Plain averaging needs all ranks to be there."""
-    ways = ["host memory in nodes" if each else "process group" for each in in_memory]
-    assert run_ranks(on_hosts, 4, hosts) == [[way, "process group"] for way in ways]
+    assert run_ranks(on_hosts, 4, hosts) == [[each, None] for each in in_memory]
 
 
 def use_again(rank: int, world_size: int) -> None:
@@ -136,12 +135,12 @@ def use_again(rank: int, world_size: int) -> None:
         handle = commhooks.register(model, hook)
         model(torch.full((6,), float(rank))).sum().backward()
         assert (model.module.weight.grad == expected).all(), (rank, model.module.weight.grad)  # type: ignore[union-attr]
-        assert handle.stats().transport == "host memory in nodes"
+        assert handle.stats().metrics["in_host_memory"] == 1
         handle.remove()
     model = DistributedDataParallel(nn.Linear(6, 4, bias=False), host_memory=False)
     handle = commhooks.register(model, hook)
     model(torch.ones(6)).sum().backward()
-    assert handle.stats().transport == "process group"
+    assert handle.stats().metrics["in_host_memory"] == 0
 
 
 def test_a_hook_may_be_registered_again() -> None:
@@ -242,10 +241,11 @@ def ways(rank: int, world_size: int) -> list[str]:
         handle.replace(hook, **options)
         model.zero_grad()
         model(gradients_of(rank, torch.float32, 0)).backward()
-        found.append(handle.stats().transport)
+        stats = handle.stats()
+        found.append((stats.transport, stats.metrics.get("in_host_memory")))
     return found
 
 
 def test_statistics_name_the_way() -> None:
-    expected = ["process group", "host memory in nodes", "host memory"]
+    expected = [("process group", None), ("process group", 1), ("host memory", None)]
     assert run_ranks(ways, 4) == [expected] * 4

@@ -1,9 +1,9 @@
-"""What hooks may declare and define beyond the contract, alone and inside a wrapper."""
+"""What hooks may declare and define beyond averaging, alone and inside a wrapper."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +12,12 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.wrappers.table import check_candidate, residual_of
-from commhooks.hook.capabilities import (
-    Flag,
-    KnowsModel,
-    any_declares,
-    declares,
-)
+from commhooks.hook.base import tree
+from commhooks.hook.model_info import ModelInfo
 from commhooks.hook.roles import prepare
 from commhooks.hook.state import StateField
 from commhooks.lab.comparison.entry import Entry
 from commhooks.state.entries import parts_of
-from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 PARAMETERS = {name: torch.zeros(3, requires_grad=True) for name in ("a", "b", "c")}
 NO_GROUP: Any = None
@@ -46,17 +41,29 @@ class Wrapper(commhooks.CommHook):
 # ----------------------------------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize("flag", get_args(Flag))
-def test_flags(flag: Flag) -> None:
+FLAGS = (
+    "capturable",
+    "changes_parameters",
+    "checks_finite",
+    "gets_each_once",
+    "has_exchanges",
+    "skips_steps",
+    "spreads_parameters",
+    "tells_contribution",
+)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags(flag: str) -> None:
     """A class attribute, or a property that depends on options."""
     always = type("Always", (Plain,), {flag: True})()
     seldom = type("Seldom", (Plain,), {flag: property(lambda self: self.is_on)})
     on, off = seldom(), seldom()
     on.is_on, off.is_on = True, False
     for hook, expected in ((Plain(), False), (always, True), (on, True), (off, False)):
-        assert declares(hook, flag) == any_declares(hook, flag) == expected
-        assert not declares(Wrapper(hook), flag)
-        assert any_declares(Wrapper(Wrapper(hook)), flag) == expected
+        assert getattr(hook, flag) == expected
+        wrapped = tree(Wrapper(Wrapper(hook)))
+        assert [getattr(each, flag) for each in wrapped] == [False, False, expected]
 
 
 @pytest.mark.parametrize(
@@ -94,34 +101,8 @@ def test_a_contribution_is_asked_of_all_hooks() -> None:
 
 def test_only_the_registered_hook_checks_whether_numbers_are_finite() -> None:
     checking = commhooks.create("skip_nonfinite", inner="allreduce")
-    assert declares(commhooks.create("schedule", stages=[[0, checking]]), "checks_finite")
-    assert not declares(
-        commhooks.create("schedule", stages=[[0, Wrapper(checking)]]), "checks_finite"
-    )
-
-
-@dataclass
-class Counting(Plain):
-    """Count how often it is asked."""
-
-    asked: ClassVar[list[str]] = []
-
-    @property
-    def times_launches(self) -> bool:
-        self.asked.append("times_launches")
-        return True
-
-
-def train(rank: int, size: int) -> None:
-    Counting.asked.clear()
-    trainer = Trainer(Wrapper(Counting()), probe_parameters())
-    for step in range(3):
-        trainer.step(draw_gradients(trainer.parameters, rank, step))
-    assert Counting.asked == ["times_launches"]
-
-
-def test_launch_times_are_asked_for_once_per_registration(run_ranks: Any) -> None:
-    run_ranks(train, 1)
+    assert commhooks.create("schedule", stages=[[0, checking]]).checks_finite
+    assert not commhooks.create("schedule", stages=[[0, Wrapper(checking)]]).checks_finite
 
 
 # --------------------------------------------------------------------------------------- methods
@@ -203,11 +184,6 @@ def test_a_wrapper_is_not_native(run_ranks: Any) -> None:
 
 
 @dataclass
-class Knows(KnowsModel, Plain):
-    pass
-
-
-@dataclass
 class Theatre(Plain):
     """Has options that are called as what other hooks know of the model."""
 
@@ -216,12 +192,32 @@ class Theatre(Plain):
 
 
 def test_knowledge_of_the_model() -> None:
-    knows, theatre = Knows(), Theatre()
-    prepare(Wrapper(Wrapper(knows)), PARAMETERS, NO_GROUP, {"a": "output"}, [["a"], ["b", "c"]])
-    assert (knows.roles, knows.units) == ({"a": "output"}, [["a"], ["b", "c"]])
-    assert knows == Knows()
-    prepare(Wrapper(theatre), PARAMETERS, NO_GROUP, {"a": "output"}, [["a"]])
+    plain, theatre = Plain(), Theatre()
+    assert plain.model_info == ModelInfo(None, None)
+    for hook in (plain, theatre):
+        prepare(Wrapper(Wrapper(hook)), PARAMETERS, NO_GROUP, {"a": "output"}, [["a"], ["b", "c"]])
+        assert hook.model_info == ModelInfo({"a": "output"}, [["a"], ["b", "c"]])
+    assert plain == Plain()
     assert (theatre.roles, theatre.units) == ("Hamlet", "Globe")
+
+
+@dataclass
+class Rounds(Plain):
+    two: bool = False
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.two else 1
+
+
+def test_rounds_are_the_collectives_of_all_ranks() -> None:
+    """Wrappers await the most of their hooks."""
+    assert Plain().collectives(0, 4) == {(): 1}
+    assert Wrapper(Rounds(two=True)).collectives(0, 4) == {(): 2}
+    assert commhooks.create("noop").collectives(0, 4) == {}
+    assert Wrapper(commhooks.create("noop")).collectives(0, 4) == {(): 1}
+    both = commhooks.create("route", rules=[["a", Rounds()]], default=Rounds(two=True))
+    assert both.collectives(0, 4) == {(): 2}
 
 
 # ---------------------------------------------------------------------------------------- misuse
@@ -236,10 +232,13 @@ def option(name: str, kind: Any, **default: Any) -> None:
     ("name", "define"),
     [
         ("skips_steps", partial(type, "Number", (Plain,), {"skips_steps": 3})),
-        ("times_launches", partial(type, "Method", (Plain,), {"times_launches": lambda _: True})),
+        ("has_exchanges", partial(type, "Method", (Plain,), {"has_exchanges": lambda _: True})),
         ("checks_finite", partial(option, "checks_finite", int)),
         ("checks_finite", partial(option, "checks_finite", "str", checks_finite="x")),
-        ("is_candidate", partial(option, "is_candidate", bool, is_candidate=field(default=True))),
+        ("capturable", partial(option, "capturable", bool, capturable=field(default=True))),
+        ("capturable", partial(option, "capturable", bool)),
+        ("model_info", partial(option, "model_info", str, model_info="x")),
+        ("prepare", partial(type, "Value", (Plain,), {"prepare": 3})),
         ("native", partial(type, "Flag", (Plain,), {"native": True})),
         ("bucket_key", partial(option, "bucket_key", str)),
         ("notes", partial(option, "notes", str)),

@@ -1,6 +1,8 @@
 """The base class of hooks."""
 
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,13 +61,21 @@ def test_reduce_must_be_a_coroutine() -> None:
                 return bucket.buffer()
 
 
-def test_members_are_those_that_an_author_may_need() -> None:
-    """Flags, and contracts that few hooks have, are in capabilities.py."""
-    names = {*dir(commhooks.CommHook), *(each.name for each in fields(commhooks.CommHook))}
-    about = {"name", "lossless", "consensus", "backends", "wire", "paper"}
-    work = {"prepare", "reduce", "wire_bytes", "collectives", "recover", "metrics", "nested"}
-    optional = {"native", "bucket_key", "models_agree", "notes", "nested_parameters"}
-    optional |= {"bucket_fields", "keep_own"}
-    state = {"state", "state_fields", "state_dict", "load_state_dict", "to_config"}
-    assert {name for name in names if not name.startswith("_")} == about | work | state | optional
-    assert len(about | work | state | optional) == 25
+def test_the_page_has_all_members() -> None:
+    """Its first table has the last members of the class, the capabilities, and these are twelve."""
+    page = (Path(__file__).parents[2] / "docs" / "writing-a-hook.md").read_text()
+    section = page.partition("\n## What a hook may add\n")[2].partition("\n## ")[0]
+    tables = [
+        [name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in names_in(row)]
+        for table in section.split("|---|---|")[1:]
+    ]
+    members = [*vars(commhooks.CommHook), "state"]
+    public = {name for name in members if not name.startswith("_")}
+    assert sorted(name for table in tables for name in table) == sorted(public)
+    last = members[members.index("capturable") : members.index("notes") + 1]
+    assert tables[0] == last
+    assert len(last) == 12
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)[^`]*`", cell)

@@ -115,7 +115,7 @@ class Group(dist.ProcessGroup):
 
 
 def note_launches(hook: Any) -> None:
-    """Do what runners do for a hook that ``times_launches``."""
+    """Do what runners do."""
     reduce = hook.reduce
 
     async def launched(bucket: GradBucket, comm: commhooks.Communicator) -> torch.Tensor:

@@ -21,8 +21,7 @@ from commhooks.adapters import adapter
 from commhooks.adapters.adapter import make_runner
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import CommHook, tree
 from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -83,7 +82,8 @@ def life(
         train(trainer, rank, simulation, 3)
         handle.load_state_dict(copied(saved))
         train(trainer, rank, simulation, 4, 5, 6)
-        if not any_declares(trainer.hook, "has_exchanges"):  # the new runner would not know them
+        has_exchanges = any(each.has_exchanges for each in tree(trainer.hook))
+        if not has_exchanges:  # the new runner would not know them
             handle.replace(handle.hook)
         train(trainer, rank, simulation, 7, 8)
         if isinstance(handle.adapter, DDPAdapter):

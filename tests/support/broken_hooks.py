@@ -213,7 +213,7 @@ class IsSetUpByTheEngine(Average):
         super().__post_init__()
         self.divisor = 1
 
-    def native(self, group: Any) -> None:
+    def native(self, group: Any, step: int | None = None) -> None:
         self.divisor = group.size()
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:

@@ -28,7 +28,6 @@ from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import declares
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
@@ -143,7 +142,7 @@ class FSDPAdapter(Adapter):
                 "or a CommHook"
             )
         for each in tree(hook):
-            if declares(each, "skips_steps") and self.shards > 1:
+            if each.skips_steps and self.shards > 1:
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but each of the "
                     f"{self.shards} ranks of a sharded replica sees other gradients, and would "
@@ -162,7 +161,7 @@ class FSDPAdapter(Adapter):
     def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         self.parameters = self._present_parameters()
         hooks = tree(hook) if isinstance(hook, CommHook) else ()
-        self._strict = next((each for each in hooks if declares(each, "gets_each_once")), None)
+        self._strict = next((each for each in hooks if each.gets_each_once), None)
         self._last = None
         for unit in self._units:
             if not self._is_attached:

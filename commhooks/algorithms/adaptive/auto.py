@@ -38,8 +38,7 @@ from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.capabilities import KnowsModel
-from commhooks.hook.options import Limits, Made, from_json
+from commhooks.hook.options import Limits, Made, from_json, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
@@ -53,7 +52,7 @@ Candidate = Annotated[CommHook, Made(hook_of_spec)]
 
 @register_hook("auto")
 @dataclass
-class Auto(KnowsModel, CommHook):
+class Auto(CommHook):
     """Choose a hook for each group of parameters, such that steps are short and averages close.
 
     A group is the parameters of a bucket with the same role and a similar size. In some of the
@@ -87,7 +86,7 @@ class Auto(KnowsModel, CommHook):
             the plan has a parameter missing from the model.
     """
 
-    error: Annotated[float, Limits(ge=0)] | Candidate = "int4"  # type: ignore[assignment]  # a hook
+    error: Annotated[float, Limits(ge=0)] | Candidate = hook_default("int4")
     """The limit: relative to the norm of the exact average, or a hook whose error on the whole
     model is the limit."""
     candidates: list[Candidate] | None = None
@@ -122,12 +121,7 @@ class Auto(KnowsModel, CommHook):
         self._hooks: dict[str, CommHook] = {AllReduce.name: AllReduce()} | own
         """By specs, the exact one first."""
         self._table = HookTable([*self._hooks.values()], {})
-        exact_names(self.exact, {}, self.roles)
-
-    @property
-    def times_launches(self) -> bool:
-        """Whether steps are measured."""
-        return not self._is_frozen
+        exact_names(self.exact, {}, self.model_info.roles)
 
     @property
     def history(self) -> list[Decision]:
@@ -143,7 +137,7 @@ class Auto(KnowsModel, CommHook):
         course = self._measuring.course if self._measuring is not None and is_same else Course()
         self._measuring = None
         self._parameters = parameters
-        self._exact_names = exact_names(self.exact, parameters, self.roles)
+        self._exact_names = exact_names(self.exact, parameters, self.model_info.roles)
         is_default = self.candidates == default_candidates()
         usable: dict[str, CommHook] = {}
         for spec, hook in self._hooks.items():
@@ -172,12 +166,13 @@ class Auto(KnowsModel, CommHook):
             self._table.begin_step()
         return await (self._table if measuring is None else measuring).reduce(bucket, comm)
 
-    def native_at(self, step: int, group: dist.ProcessGroup) -> NativeHook | None:
+    def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook | None:
         """Return what averages this step in place of this hook, None if nothing does.
 
-        Adapters whose models run hooks in C++ ask before each step. The answer is the same on all
-        ranks.
+        The answer is the same on all ranks.
         """
+        if step is None:
+            return None
         hooks, measuring = set(self._table.table.values()), self._measuring
         is_idle = measuring is None or measuring.is_idle(step)
         if len(hooks) != 1 or not is_idle or self._table.is_moving:
@@ -254,12 +249,13 @@ class Auto(KnowsModel, CommHook):
         else:
             limit = self.error
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        trials = {s: Trial(hook, parameters, group, self.roles) for s, hook in hooks.items()}
+        roles = self.model_info.roles
+        trials = {s: Trial(hook, parameters, group, roles) for s, hook in hooks.items()}
 
         def planner_of(buckets: Buckets) -> Planner:
             names = [each for each, _ in buckets]
             return Planner(
-                group_parameters(names, parameters, self._exact_names, self.roles or {}),
+                group_parameters(names, parameters, self._exact_names, roles or {}),
                 sum(nbytes for _, nbytes in buckets),
                 hooks=list(usable),
                 lossless={spec for spec, hook in hooks.items() if is_lossless(hook)},

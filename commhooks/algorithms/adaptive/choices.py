@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.algorithms.wrappers.route import Matcher, Rule
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import Role
+from commhooks.hook.model_info import Role
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Group, Plan

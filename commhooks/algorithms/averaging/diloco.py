@@ -34,10 +34,9 @@ from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import KnowsModel, any_declares
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.derived_bucket import Progress
-from commhooks.hook.options import Limits
+from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
@@ -46,7 +45,7 @@ from reducer import GradBucket
 
 @register_hook("diloco")
 @dataclass
-class DiLoCo(KnowsModel, LocalSteps):
+class DiLoCo(LocalSteps):
     """Train locally, and move the common model by an outer optimizer every ``period`` steps.
 
     Every ``period`` steps the difference between the common model (the anchor) and the rank's own
@@ -91,7 +90,7 @@ class DiLoCo(KnowsModel, LocalSteps):
     merge: Annotated[float, Limits(ge=0, le=1)] = 0.0
     """The share that a parameter keeps of its own value when an average arrives; the rest is the
     anchor. With a delay, 0 discards the steps taken in the meantime."""
-    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    inner: CommHook = hook_default("allreduce")
     """The hook that averages outer gradients."""
 
     wire = "nothing, except what the inner hook sends for the parameters once per period"
@@ -118,9 +117,10 @@ class DiLoCo(KnowsModel, LocalSteps):
         return self.delay > 0
 
     def _check_inner(self) -> None:
-        if any_declares(self.inner, "changes_parameters") or not has_consensus(self.inner):
+        hooks = list(tree(self.inner))
+        if any(each.changes_parameters or not each.consensus for each in hooks):
             problem = "changes parameters, or does not return the same on all ranks"
-        elif any_declares(self.inner, "skips_steps"):
+        elif any(each.skips_steps for each in hooks):
             problem = "skips steps of the training loop"
         else:
             return
@@ -132,7 +132,7 @@ class DiLoCo(KnowsModel, LocalSteps):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError for unequal nodes or more fragments than parameters or units."""
         super().prepare(parameters, group)
-        self._turns.divide(parameters, self.units)
+        self._turns.divide(parameters, self.model_info.units)
 
     def bucket_key(self, parameter: str) -> Hashable:  # noqa: ARG002
         """Return the same key for all: the inner hook gets buckets of its own."""

@@ -53,8 +53,7 @@ the state of a hook would be on the wrong rank; and low-rank hooks would find no
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Annotated, cast
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -73,10 +72,9 @@ from commhooks.comm.wire import (
     broadcast_bytes,
 )
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import CommHook, is_lossless, tree
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.options import Limits
+from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
@@ -108,7 +106,7 @@ class Hierarchical(CommHook):
             ``skip_nonfinite`` does, and ranks would skip different ones.
     """
 
-    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    inner: CommHook = hook_default("allreduce")
     """The hook that averages over nodes; by default exactly."""
     ranks_per_node: Annotated[int, Limits(ge=0)] = 0
     """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
@@ -129,13 +127,13 @@ class Hierarchical(CommHook):
         self._node: Sequence[int] = ()  # its ranks
         self._shards: PerBucketCache[BucketShards] = PerBucketCache()
         self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache()  # shards
-        if any_declares(self.inner, "changes_parameters"):
+        if any(each.changes_parameters for each in tree(self.inner)):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
                 f"{self.inner!r} also changes parameters, but no rank has all of them. For "
                 "local_sgd, give its option ranks_per_node instead"
             )
-        if any_declares(self.inner, "skips_steps"):
+        if any(each.skips_steps for each in tree(self.inner)):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: {self.inner!r} skips steps, and would skip "
                 "different ones on different ranks, because each sees other gradients. Put "
@@ -147,10 +145,9 @@ class Hierarchical(CommHook):
         """Whether shards have to tell each other that numbers are not finite."""
         return self.sharded and not is_lossless(self.inner)
 
-    @property
-    def transport(self) -> str:
-        """The way that the last steps have averaged inside nodes."""
-        return "host memory in nodes" if self._in_host_memory else "process group"
+    def metrics(self) -> dict[str, float]:
+        """Return whether nodes average in host memory, as 1 or 0."""
+        return {"in_host_memory": float(bool(self._in_host_memory)), **super().metrics()}
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
@@ -159,10 +156,9 @@ class Hierarchical(CommHook):
         self._node = ranks_of_node(group.rank(), per_node)
         self._in_host_memory = PerBucketCache()  # the ranks may be others than before
         own = self.nested_parameters(parameters).get("inner", parameters)
-        nodes = SimpleNamespace(  # what hooks use of a group, with nodes as ranks
-            rank=lambda: group.rank() // per_node, size=lambda: group.size() // per_node
-        )
-        self.inner.prepare(own, cast("dist.ProcessGroup", nodes))
+        # A group without connections, whose ranks are the nodes.
+        nodes = dist.ProcessGroup(group.rank() // per_node, group.size() // per_node)  # type: ignore[call-arg]
+        self.inner.prepare(own, nodes)
 
     def nested_parameters(
         self, parameters: Mapping[str, Tensor]

@@ -30,6 +30,7 @@ from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.elastic import Elastic
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -37,7 +38,7 @@ from reducer import GradBucket
 
 
 @dataclass
-class LocalSteps(WithoutConsensus):
+class LocalSteps(WithoutConsensus, Elastic):
     """Base of hooks that average gradients before ``start_step``, and then at most inside nodes.
 
     Subclasses implement :meth:`synchronize`.
@@ -84,13 +85,8 @@ class LocalSteps(WithoutConsensus):
             await node.all_reduce(buffer.div_(node.size))
         return buffer
 
-    def sends(self, step: int) -> bool:
-        """Return whether ranks send something in this step: see :class:`Elastic`."""
-        raise NotImplementedError
-
-    def takes(self, step: int) -> bool:
-        """Return whether results are used in this step, by default those that it has sent for."""
-        return self.sends(step)
+    def elastic(self) -> Elastic:
+        return self
 
     def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state that is the same on all ranks, by default all."""

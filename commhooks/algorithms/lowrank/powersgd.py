@@ -122,9 +122,6 @@ class PowerSGD(CommHook):
         super().__post_init__()
         self._compressors: PerBucketCache[Compressor] = PerBucketCache()
 
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {(): self._half_steps}
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if bucket.step < self.start_step:
@@ -152,11 +149,12 @@ class PowerSGD(CommHook):
 
     def _sides(self, step: int) -> list[Side]:
         """Return the side that each half step computes. One-sided, steps go on in turn."""
-        first = 0 if self.two_sided else step * self._half_steps
-        return [Side(i % 2) for i in range(first, first + self._half_steps)]
+        first = 0 if self.two_sided else step * self.rounds
+        return [Side(i % 2) for i in range(first, first + self.rounds)]
 
     @property
-    def _half_steps(self) -> int:
+    def rounds(self) -> int:
+        """Return the number of half steps, each with an all-reduce."""
         return self.num_iters_per_step * (2 if self.two_sided else 1)
 
     def _sent(self, halves: Sequence[HalfStep]) -> list[HalfStep]:
@@ -241,7 +239,7 @@ class PowerSGD(CommHook):
         A step sends r·(n + m) elements for n·m two-sided; one-sided r·n and r·m in turn, half of
         that on average. With more iterations it sends that many times as much.
         """
-        least = self.min_compression_rate * (n + m) * self._half_steps / 2  # elements, for rank 1
+        least = self.min_compression_rate * (n + m) * self.rounds / 2  # elements, for rank 1
         worth = int(n * m // least) if least else math.inf
         return int(min(n, m, worth))
 

@@ -88,6 +88,7 @@ class Quantized(KeepsErrors):
     seed: int = field(default=0, kw_only=True)
     """The seed of random numbers, which also depend on the rank, the step and the bucket."""
 
+    rounds = 2
     rotate = False  # without a type, or it would be an option of all hooks
 
     def __post_init__(self) -> None:
@@ -135,9 +136,6 @@ class Quantized(KeepsErrors):
         numel = bucket.buffer().numel()
         codecs, length = (self._codec, self._average_codec), part_length(numel, size)
         return (size - 1) * sum(codec.encoded_bytes(length) for codec in codecs) if numel else 0
-
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {(): 2}
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

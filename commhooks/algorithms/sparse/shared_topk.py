@@ -67,9 +67,7 @@ class SharedTopK(WarmedUp):
 
     wire = "an all-gather of k/N indices, then an all-reduce of k values"
     paper = "https://arxiv.org/abs/2104.11125"
-
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {(): 2}
+    rounds = 2
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

@@ -47,9 +47,7 @@ class Threshold(SparseHook):
 
     wire = "an all-gather of 8 bytes, then one of values and indices, padded to the longest"
     paper = "https://arxiv.org/abs/2108.00951"
-
-    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
-        return {(): 2}
+    rounds = 2
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

@@ -12,6 +12,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.options import hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import saturating_cast
@@ -35,7 +36,7 @@ class Cast(CommHook):
         CommHookOptionError: collectives cannot add numbers of ``dtype``.
     """
 
-    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    inner: CommHook = hook_default("allreduce")
     """The hook that runs on buckets in ``dtype``."""
     dtype: torch.dtype = torch.bfloat16
     """float16, bfloat16, float32 or float64."""

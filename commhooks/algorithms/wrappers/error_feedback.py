@@ -34,8 +34,7 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
-from commhooks.hook.capabilities import declares
-from commhooks.hook.options import Limits
+from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
@@ -63,7 +62,7 @@ class ErrorFeedback(CommHook):
         CommHookOptionError: the inner hook does not tell its contribution.
     """
 
-    inner: CommHook = "bf16"  # type: ignore[assignment]  # becomes a hook
+    inner: CommHook = hook_default("bf16")
     """The hook that runs on the sum of gradient and error."""
     decay: Annotated[float, Limits(ge=0, le=1)] = 1.0
     """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
@@ -78,7 +77,7 @@ class ErrorFeedback(CommHook):
         self._sums = BucketMemory("sum")  # work buffers, which steps reuse
         self._unsaved: TensorState = {}  # their state
         for hook in tree(self.inner):
-            if not declares(hook, "tells_contribution"):
+            if not hook.tells_contribution:
                 raise CommHookOptionError(
                     f"option 'inner' of hook {self.name!r}: expected a hook that tells its "
                     f"contribution to the average; {hook!r} does not, because it keeps an error of "

@@ -22,8 +22,7 @@ from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_cand
 from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KnowsModel
-from commhooks.hook.options import Limits
+from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from reducer import GradBucket
@@ -35,7 +34,7 @@ _INNER, _FALLBACK = 0, 1
 
 @register_hook("guard")
 @dataclass
-class Guard(KnowsModel, CommHook):
+class Guard(CommHook):
     """Measure the error of the inner hook regularly, and use another one when it is too large.
 
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
@@ -60,7 +59,7 @@ class Guard(KnowsModel, CommHook):
     """The hook to use while its error is within the bound."""
     max_error: Annotated[float, Limits(gt=0)]
     """The bound: relative to the norm of the exact average."""
-    fallback: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    fallback: CommHook = hook_default("allreduce")
     """The hook to use when it is not."""
     every: Annotated[int, Limits(ge=1)] = 100
     """Measure in every step whose number is a multiple of this."""
@@ -86,7 +85,7 @@ class Guard(KnowsModel, CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)
-        self._trial = Trial(self.inner, parameters, group, self.roles)
+        self._trial = Trial(self.inner, parameters, group, self.model_info.roles)
         self._names = tuple(parameters)
         self._found.clear()
         self._use()

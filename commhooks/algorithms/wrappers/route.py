@@ -25,8 +25,8 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import KnowsModel, Role
 from commhooks.hook.derived_bucket import BucketPart, Progress
+from commhooks.hook.model_info import Role
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -58,7 +58,7 @@ Rule: TypeAlias = Annotated[str | Predicate, Made(_to_name)]
 
 @register_hook("route")
 @dataclass
-class Route(KnowsModel, CommHook):
+class Route(CommHook):
     """Use different hooks for different parameters.
 
     ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
@@ -142,7 +142,7 @@ class Route(KnowsModel, CommHook):
 
     def _matchers(self) -> "list[Matcher]":
         return [
-            Matcher.of(str(rule), f"rules.{i}.0", self.roles)
+            Matcher.of(str(rule), f"rules.{i}.0", self.model_info.roles)
             for i, (rule, _) in enumerate(self.rules)
         ]
 

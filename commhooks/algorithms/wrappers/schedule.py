@@ -12,8 +12,7 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus
-from commhooks.hook.capabilities import any_declares, declares
+from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -80,7 +79,7 @@ class Schedule(CommHook):
                 )
         cleared = [] if self.cycle is not None and self.keep_state else hooks
         for hook in cleared[:-1] if self.cycle is None else cleared:
-            if any_declares(hook, "has_exchanges"):
+            if any(each.has_exchanges for each in tree(hook)):
                 raise CommHookOptionError(
                     f"option 'stages' of hook {self.name!r}: {hook!r} begins exchanges that take "
                     "several steps, and one may be under way when its stage ends and its state is "
@@ -91,7 +90,7 @@ class Schedule(CommHook):
     @property
     def checks_finite(self) -> bool:
         """Whether one of the hooks checks."""
-        return any(declares(hook, "checks_finite") for _, hook in self.stages)
+        return any(hook.checks_finite for _, hook in self.stages)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         hook = self.hook_at(bucket.step)

@@ -39,9 +39,9 @@ from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.options import hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -79,7 +79,7 @@ class SkipNonfinite(CommHook):
     steps].
     """
 
-    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    inner: CommHook = hook_default("allreduce")
     """The hook that averages finite gradients."""
     whole_steps: bool = False
     """After a step with a dropped bucket, restore the inner hook's state to that before the step,
@@ -98,7 +98,7 @@ class SkipNonfinite(CommHook):
         self._passed_on = 0  # buckets of this step that the inner hook got
         self._withheld: list[str] = []  # parameters of the buckets that it did not get
         self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
-        if self.whole_steps and any_declares(self.inner, "has_exchanges"):
+        if self.whole_steps and any(each.has_exchanges for each in tree(self.inner)):
             raise CommHookOptionError(
                 f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
                 "take several steps, so its state cannot be saved before each step; use "

@@ -24,7 +24,6 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import Flag, any_declares
 from reducer import GradBucket
 
 STATE_KEY = "0000000000000000"
@@ -32,7 +31,7 @@ STATE_KEY = "0000000000000000"
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}
-_REFUSED: Mapping[Flag, str] = {
+_REFUSED: Mapping[str, str] = {
     "changes_parameters": "changes parameters",
     "skips_steps": "skips steps of the training loop",
     "spreads_parameters": "keeps state of other parameters on other ranks",
@@ -138,10 +137,12 @@ def check_candidate(hook: CommHook, where: str) -> None:
 
     ``where``: what the user has set to this hook.
     """
-    problem = next((text for flag, text in _REFUSED.items() if any_declares(hook, flag)), "")
+    hooks = list(tree(hook))
+    flags = [flag for flag in _REFUSED if any(getattr(each, flag) for each in hooks)]
+    problem = _REFUSED[flags[0]] if flags else ""
     if not has_consensus(hook):
         problem = "does not return the same on all ranks"
-    elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
+    elif choosers := sorted(_CHOOSERS & {each.name for each in hooks}):
         problem = problem or f"chooses hooks itself, in {choosers[0]!r}"
     if problem:
         raise CommHookOptionError(

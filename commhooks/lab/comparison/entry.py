@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.adapters.wrapper import wrap
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.base import is_lossless
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, hook_spec
 from commhooks.lab.simulation import BASELINE
@@ -33,7 +32,8 @@ class Entry:
     @property
     def changes_parameters(self) -> bool:
         """Whether a step changes parameters as well as gradients."""
-        return self.config is not None and any_declares(create(self.config), "changes_parameters")
+        hooks = () if self.config is None else tree(create(self.config))
+        return any(each.changes_parameters for each in hooks)
 
     @property
     def is_exact(self) -> bool:
