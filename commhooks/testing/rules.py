@@ -461,7 +461,7 @@ def _as_coroutine(hook: CommHook) -> Any:
     changed: Any = hook
     if type(hook).native is not CommHook.native:
         native = hook.native
-        changed.native = lambda group: native(group) and None
+        changed.native = lambda group, step=None: native(group, step) and None
     return changed
 
 

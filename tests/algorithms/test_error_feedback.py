@@ -194,9 +194,9 @@ def test_errors_do_not_grow(run_ranks: Any, inner: dict[str, Any]) -> None:
 
 
 def can_be_fed_back(kind: type[commhooks.CommHook]) -> bool:
-    flag = getattr(kind, "tells_contribution", False)
-    if isinstance(flag, bool):
-        return flag
+    flag: Any = kind.tells_contribution
+    if isinstance(flag, bool) or flag is vars(commhooks.CommHook)["tells_contribution"]:
+        return flag is True
     has_memory = "error_feedback" in option_names(kind)
     hook = commhooks.create(kind.name, **({"error_feedback": False} if has_memory else {}))
     return hook.tells_contribution

@@ -22,7 +22,7 @@ from commhooks.adapters.fsdp.units import (
     on_optimizer_step,
     units_of,
 )
-from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.bucket_parameters import real_view, store
 from commhooks.algorithms.exact import AllReduce
 from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_reduce_bytes
@@ -366,9 +366,7 @@ class _Placed(NamedTuple):
     def store(self, values: Tensor) -> None:
         """Write the result to these places, unless it is there already."""
         if values.data_ptr() != self.places[0].data_ptr():
-            parts = torch.split(values, [place.numel() for place in self.places])
-            for place, part in zip(self.places, parts, strict=True):
-                place.copy_(part)
+            store(values, self.places)
 
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:

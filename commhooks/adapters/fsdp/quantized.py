@@ -1,6 +1,5 @@
 """Collectives between shards that send quantized numbers: what gradients and weights share."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp.units import Unit, is_root, units_of
-from commhooks.algorithms.quantized.base import Quantized
+from commhooks.algorithms.quantized.base import Quantized, bits_of
 from commhooks.codecs.block import BlockCodec
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
@@ -85,8 +84,7 @@ class _Codes:
         """Return a (size, bytes) tensor: the message for each rank."""
         length = values.numel() // size
         messages = values.new_empty((size, self._codec.encoded_bytes(length)), dtype=torch.uint8)
-        number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
-        self._codec.encode(values.float(), messages, length, seed=number)
+        self._codec.encode(values.float(), messages, length, seed=bits_of(seed))
         return messages
 
     def average(self, messages: Tensor, average: Tensor) -> None:

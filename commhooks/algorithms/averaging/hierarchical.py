@@ -100,6 +100,8 @@ class Hierarchical(CommHook):
     all-reduce of the gradients, and a broadcast from its first rank, which sends between nodes what
     the inner hook sends for all gradients.
 
+    Metrics: ``in_host_memory``, 1 if nodes average in shared memory.
+
     Raises:
         CommHookOptionError: the inner hook changes parameters, but each rank has only a shard of
             them (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as

@@ -155,7 +155,7 @@ class Quantized(KeepsErrors):
 
         nbytes = self._codec.encoded_bytes(length)
         messages = values.new_empty((comm.size, nbytes), dtype=torch.uint8)
-        number = _bits(f"{seed}:own")
+        number = bits_of(f"{seed}:own")
         self._codec.encode(
             values, messages, length, error=own_error, seed=number, keep_residual=keep_residual
         )
@@ -165,7 +165,7 @@ class Quantized(KeepsErrors):
         self._codec.average(received, average, length)
         nbytes = self._average_codec.encoded_bytes(length)
         message = values.new_empty((1, nbytes), dtype=torch.uint8)
-        number = _bits(f"{seed}:average")
+        number = bits_of(f"{seed}:average")
         self._average_codec.encode(
             average, message, length, error=average_error, seed=number, keep_residual=keep_residual
         )
@@ -239,6 +239,6 @@ def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
     return None
 
 
-def _bits(seed: str) -> int:
+def bits_of(seed: str) -> int:
     """Return 64 bits for a seed."""
     return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
