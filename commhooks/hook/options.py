@@ -140,7 +140,7 @@ def constraints_of(hint: Any) -> tuple[str, ...]:
     if typing.get_origin(hint) is not Annotated:
         return ()
     return tuple(
-        f"{_CONSTRAINTS[field][0]} {limit}"
+        f"{_CONSTRAINTS[field][0]} {limit:g}"  # equal hints are one: 0.0 must read as 0
         for extra in typing.get_args(hint)[1:]
         for field, limit in _limits(extra)
     )

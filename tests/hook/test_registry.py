@@ -86,7 +86,7 @@ def test_description() -> None:
     assert not info.lossless
     density, seed = info.options
     assert (density.name, density.type, density.required) == ("density", "float", True)
-    assert density.constraints == (">= 0.0", "<= 1.0")
+    assert density.constraints == (">= 0", "<= 1")
     assert (seed.name, seed.type, seed.default, seed.required) == ("seed", "int", 7, False)
     assert str(info).splitlines()[-1].strip() == info.paper
 
