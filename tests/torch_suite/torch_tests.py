@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_cuda, common_distributed
 
 import commhooks
 from torch_suite import replicas
@@ -194,6 +194,7 @@ def imitated() -> Iterator[None]:
         mock.patch.object(
             common_distributed.MultiThreadedTestCase, "run_test_with_threaded_pg", run_in_thread
         ),
+        mock.patch.object(common_cuda, "TEST_MULTIGPU", True),
         mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 30)),
         cuda_on_cpu(_DEVICES),
     ):
