@@ -65,7 +65,8 @@ Bucket::Bucket(
       grads_are_views_(grads_are_views),
       transport_(std::move(transport)),
       numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())),
-      copier_(device()) {}
+      copier_(device()),
+      views_(indices_.size()) {}
 
 at::Tensor Bucket::view(const at::Tensor& flat, size_t position) const {
   return gradient_view(
@@ -81,15 +82,19 @@ const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
     flat_ = memory(dtype());
     flat_data_ = flat_.const_data_ptr();
-    if (grads_are_views_) {
-      views_.clear();
-      for (size_t i = 0; i < indices_.size(); ++i) {
-        const at::Tensor packed = view(flat_, i);
-        views_.push_back(parameters_[i].is_complex() ? at::view_as_complex(packed) : packed);
-      }
-    }
   }
   return flat_;
+}
+
+const at::Tensor& Bucket::own_view(size_t position) {
+  flat();
+  at::Tensor& own = views_[position];
+  if (!own.defined() || !is_own_view(packed_view(own), position)) {
+    // Module.to() and its like replace the data of gradients, which are the tensors in `views_`.
+    const at::Tensor packed = view(flat_, position);
+    own = parameters_[position].is_complex() ? at::view_as_complex(packed) : packed;
+  }
+  return own;
 }
 
 c10::ScalarType Bucket::packed_dtype(const PackFormat& format) const {
@@ -198,7 +203,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
     destinations_.push_back(view(target, i));
   }
   if (grads_are_views_ && !is_view) {
-    store_.set(parameters_[i], views_[i]);
+    store_.set(parameters_[i], own_view(i));
     kept_.push_back(grad);
   } else if (!grad.is_alias_of(original)) {
     kept_.push_back(grad);  // a temporary copy
@@ -273,8 +278,7 @@ void Bucket::check_result(const at::Tensor& result) const {
 
 at::Tensor Bucket::new_gradient(size_t position) {
   if (grads_are_views_) {
-    flat();
-    return views_[position];
+    return own_view(position);
   }
   const at::Tensor& parameter = parameters_[position];
   return at::empty_strided(parameter.sizes(), gradient_strides(parameter), parameter.options());

@@ -151,6 +151,8 @@ class Bucket {
   at::Tensor no_rows(const at::Tensor& parameter) const;
   at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
+  // Returns the view of `flat()` that is the gradient at `position`.
+  const at::Tensor& own_view(size_t position);
   // Returns whether the memory of `grad` is its place in `flat_`.
   bool is_own_view(const at::Tensor& grad, size_t position) const;
   // Returns whether the copier can copy `grad`: whether its memory has the order of the bucket.
@@ -169,7 +171,7 @@ class Bucket {
   GradientStore store_;
   at::Tensor flat_;                  // in the dtype of the gradients; allocated when first needed
   const void* flat_data_ = nullptr;  // where it was allocated
-  std::vector<at::Tensor> views_;    // of flat_, one per `.grad`
+  std::vector<at::Tensor> views_;    // of flat_, one per `.grad`; see own_view()
   at::Tensor wire_;  // in the dtype that a hook asked for; allocated when first needed
 
   std::vector<char> gathered_;  // per position, in this step

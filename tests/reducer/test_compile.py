@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.testing import run_ranks
+from commhooks.testing import close_ranks, run_ranks
 from reducer import DistributedDataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -139,3 +141,48 @@ def compiled_autograd(rank: int, world_size: int) -> None:
 
 def test_compiled_autograd_raises() -> None:
     run_ranks(compiled_autograd, 2, timeout=240)
+
+
+class Products(nn.Module):
+    """Needs no kernels of its own, which would take a minute to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def train_with_cache(
+    rank: int, world_size: int, wrapper: Any, artifacts: bytes | None
+) -> tuple[list[torch.Tensor], bytes, int]:
+    torch._dynamo.reset()
+    counters.clear()
+    with fresh_cache():
+        if artifacts is not None:
+            assert torch.compiler.load_cache_artifacts(artifacts) is not None
+        model = wrapper(Products())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = torch.compile(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            run(inputs_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    hits = counters["aot_autograd"]["autograd_cache_hit"]
+    return [p.detach() for p in model.parameters()], saved[0], hits
+
+
+@pytest.mark.exhaustive
+def test_saved_compile_caches_are_used_by_other_processes() -> None:
+    results = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        first = run_ranks(train_with_cache, 2, wrapper, None, timeout=240)
+        close_ranks()  # so that nothing else is left of the compiled code
+        again = run_ranks(train_with_cache, 2, wrapper, first[0][1], timeout=240)
+        assert [hits for *_, hits in first + again] == [0, 0, 1, 1]
+        results += [parameters for parameters, *_ in first + again]
+    assert all(torch.equal(*pair) for it in results for pair in zip(it, results[0], strict=True))

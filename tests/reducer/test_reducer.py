@@ -310,8 +310,8 @@ BAD_HOOKS: dict[str, tuple[HookFn, type[Exception], str]] = {
     "sets an exception": (set_exception, LookupError, "set"),
     "returns no future": (
         lambda state, bucket: bucket.buffer(),
-        TypeError,
-        "Future, found.*Tensor",
+        RuntimeError,
+        "must return a torch.futures.Future object, but got.*Tensor",
     ),
     "returns a list": (completed(lambda b: [b]), TypeError, "one tensor, found.*list"),
     "returns None": (completed(lambda b: None), TypeError, "one tensor, found.*NoneType"),

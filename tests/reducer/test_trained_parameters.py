@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from commhooks.testing import run_ranks
@@ -38,6 +41,9 @@ class Net(nn.Module):
 
 def step(model: Any, rank: int) -> None:
     """Check that the gradients are averaged: the ranks have the same, from different inputs."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(torch.nan)  # shows if this memory becomes a gradient again
     model.zero_grad()
     x = torch.full((2, 4), float(rank + 1), dtype=next(model.parameters()).dtype)
     model(x).square().sum().backward()
@@ -103,6 +109,22 @@ def another_norm(model: Any) -> None:
     parametrizations.weight_norm(model.module.second)
 
 
+def old_weight_norm(model: Any) -> None:
+    nn.utils.weight_norm(model.module.second)
+
+
+def tied(model: Any) -> None:
+    model.module.second.weight = model.module.first.weight
+
+
+def offloaded_to_meta(model: Any) -> None:
+    """As accelerate's hooks do, which put new parameters in place of those on the meta device."""
+    for module in model.module.modules():
+        for name, parameter in list(module._parameters.items()):
+            requires_grad = parameter.requires_grad
+            module._parameters[name] = nn.Parameter(parameter.data, requires_grad=requires_grad)
+
+
 def removed(model: Any) -> None:
     del model.module.second.bias
     model.module.second.bias = None
@@ -129,6 +151,9 @@ CHANGES: dict[Callable[[Any], None], str] = {
     another_module: r'"second\.weight" was replaced.*"second\.bias" was replaced',
     another_root: r'"first\.weight" was replaced',
     another_norm: r'"second\.parametrizations\.weight\.original0" is new.*"second\.weight" was rem',
+    old_weight_norm: r'"second\.weight_g" is new.*"second\.weight_v" is new',
+    tied: r'"second\.weight" was removed',
+    offloaded_to_meta: r'"first\.weight" was replaced.*"second\.bias" was replaced',
     removed: r'"second\.bias" was removed',
     replaced_by_frozen: r'"second\.weight" was replaced by one that requires no gradient',
     unfrozen: r'"frozen\.weight" required no gradient, and requires a gradient now',
@@ -153,6 +178,7 @@ def change_module(rank: int, world_size: int, change: Callable[[Any], None], tex
         step(wrapped, rank)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changed_parameters_raise(change: Callable[[Any], None]) -> None:
     run_ranks(change_module, 2, change, CHANGES[change])
@@ -205,6 +231,12 @@ def copied_state(model: Any) -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()))
 
 
+def emptied(model: Any) -> None:
+    state = copy.deepcopy(model.state_dict())
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
 def back_again(model: Any) -> None:
     """The same object, with another order of names."""
     layer = model.module.second
@@ -220,6 +252,36 @@ def parametrized(model: Any) -> None:
 
 def pruned(model: Any) -> None:
     prune.l1_unstructured(model.module.second, "weight", 2)
+
+
+def normed_as_before(model: Any) -> None:
+    nn.utils.spectral_norm(model.module.second)
+
+
+def parametrized_for_a_while(model: Any) -> None:
+    parametrizations.orthogonal(model.module.second)
+    parametrize.remove_parametrizations(model.module.second, "weight")
+
+
+def pruned_for_good(model: Any) -> None:
+    pruned(model)
+    prune.remove(model.module.second, "weight")
+
+
+def offloaded(model: Any) -> None:
+    """Memory that is given back between forwards, by the tensor and by the storage."""
+    first, second = model.module.first, model.module.second
+    first.away = first.weight.data
+    first.weight.data = torch.empty(0)
+    first.register_forward_pre_hook(lambda module, _: setattr(module.weight, "data", module.away))
+    copied = second.weight.detach().clone()
+    second.weight.untyped_storage().resize_(0)
+    second.weight.untyped_storage().resize_(copied.nbytes)
+    second.weight.data.copy_(copied)
+
+
+def checkpointed(model: Any) -> None:
+    apply_activation_checkpointing(model.module, check_fn=lambda it: isinstance(it, nn.Linear))
 
 
 def another_frozen_one(model: Any) -> None:
@@ -250,9 +312,15 @@ ALLOWED = [
     other_data,
     swapped_data,
     copied_state,
+    emptied,
     back_again,
     parametrized,
     pruned,
+    normed_as_before,
+    parametrized_for_a_while,
+    pruned_for_good,
+    offloaded,
+    checkpointed,
     another_frozen_one,
     frozen_in_another_type,
     module_without_parameters,

@@ -24,6 +24,8 @@ from torch_suite.torch_tests import OursOnCpu, TorchOnCpu, TorchTest, all_tests
 )
 def test_of_torch(test: TorchTest) -> None:
     if problem := test.why_not(TorchOnCpu):
-        pytest.skip("torch's wrapper does not pass: " + problem.strip().splitlines()[-1])
+        lines = problem.strip().splitlines()
+        error = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        pytest.skip(f"torch's wrapper does not pass: {error}")
     if problem := test.why_not(OursOnCpu):
         pytest.fail(problem, pytrace=False)

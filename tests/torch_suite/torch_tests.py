@@ -13,7 +13,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import unittest
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -26,14 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_cuda, common_distributed
 
 import commhooks
-from torch_suite.cuda_on_cpu import cuda_on_cpu
+from torch_suite import replicas
+from torch_suite.cuda_on_cpu import CudaOnCpu, cuda_on_cpu
 
 RANKS = 2
 _DEVICES = 4
-_SECONDS = 120
+_SECONDS = 240  # on a busy machine
 FILES = [
     "test_c10d_common",
     "test_c10d_gloo",
@@ -69,6 +72,7 @@ class OnCpu:
         **kwargs: Any,
     ) -> None:
         super().__init__(module, None, None, *args, **kwargs)
+        replicas.watch(self)
 
 
 class TorchOnCpu(OnCpu, TorchDDP):
@@ -96,11 +100,19 @@ class TorchTest(NamedTuple):
         """Run the test with a wrapper in a new process. Return why it failed, or an empty text.
 
         The process is forked, and so are the ranks that the test starts: that takes less time than
-        most tests, and they inherit the replacements of :func:`emulated`.
+        most tests, and they inherit the replacements of :func:`emulated`. Warns if the replicas
+        differ after a step of an optimizer.
         """
+        with tempfile.NamedTemporaryFile("r") as records:
+            problem = self._fork(wrapper, records.name)
+            if difference := replicas.first_difference(records):
+                warnings.warn(f"{self.id}, {wrapper.__name__}: {difference}", stacklevel=2)
+        return problem
+
+    def _fork(self, wrapper: type[nn.Module], records: str) -> str:
         fork = multiprocessing.get_context("fork")
         receiver, sender = fork.Pipe(duplex=False)
-        process = fork.Process(target=self._run, args=(wrapper, sender))
+        process = fork.Process(target=self._run, args=(wrapper, sender, records))
         process.start()
         sender.close()
         try:
@@ -115,8 +127,9 @@ class TorchTest(NamedTuple):
                 os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it left
             process.join()
 
-    def _run(self, wrapper: type[nn.Module], sender: Any) -> None:
+    def _run(self, wrapper: type[nn.Module], sender: Any, records: str) -> None:
         os.setpgid(0, 0)
+        replicas.record_steps(records)
         result = unittest.TestResult()
         with emulated(wrapper):
             unittest.TestSuite([self.case(self.name)]).run(result)
@@ -127,6 +140,15 @@ class TorchTest(NamedTuple):
 def run_always(test: Any) -> Any:
     """Replace a decorator that skips a test if there are not enough GPUs."""
     return test
+
+
+_run_in_thread = common_distributed.MultiThreadedTestCase.run_test_with_threaded_pg
+
+
+def run_in_thread(*args: Any) -> None:
+    """Run a test in a thread, which has modes of its own."""
+    with CudaOnCpu():
+        _run_in_thread(*args)
 
 
 def _gloo(store: Any, rank: int, size: int, *_: Any) -> dist.ProcessGroupGloo:
@@ -169,6 +191,11 @@ def imitated() -> Iterator[None]:
             init_process_group=_without_nccl(dist.init_process_group),
             new_group=_without_nccl(dist.new_group),
         ),
+        mock.patch.object(
+            common_distributed.MultiThreadedTestCase, "run_test_with_threaded_pg", run_in_thread
+        ),
+        mock.patch.object(common_cuda, "TEST_MULTIGPU", True),
+        mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 30)),
         cuda_on_cpu(_DEVICES),
     ):
         yield

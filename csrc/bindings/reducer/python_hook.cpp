@@ -117,10 +117,12 @@ std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>
   return for_bucket(*bucket, [&] {
     const py::object answer = (*function_)(bucket);
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
-      throw py::type_error(
-          c10::str(
-              "Expected the communication hook to return a torch.futures.Future, found ",
-              py::repr(py::type::of(answer)).cast<std::string>(), "."));
+      const std::string found = py::repr(py::type::of(answer)).cast<std::string>();
+      PyErr_Format(
+          PyExc_RuntimeError,  // as in torch
+          "The communication hook's callback must return a torch.futures.Future object, but got %s.",
+          found.c_str());
+      throw py::error_already_set();
     }
     return std::make_unique<PythonResult>(
         answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), bucket);
