@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import commhooks
 from commhooks import HookHandle
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
@@ -34,6 +35,12 @@ EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
+
+def name_of(spec: str) -> str:
+    """Return the name of a hook, without its options."""
+    return spec.partition(":")[0]
+
+
 _BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
     EXACT: ("allreduce", "auto"),  # auto until it has measured something
     HALF: ("torch fp16", "fp16", "bf16", "cast:inner=allreduce", "error_feedback:inner=bf16",
@@ -41,14 +48,15 @@ _BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
     EIGHT_BITS: ("fp8", "int8", "hierarchical:inner=int8,ranks_per_node=2",
                  'route:rules=[["*bias","allreduce"]],default=int8',
                  "guard:inner=int8,max_error=0.5"),
-    SPARSE: ("int4", "fp4", "int2", "natural", "onebit", "signsgd", "topk:warmup_steps=0",
-             "shared_topk:warmup_steps=0", "demo", "dgc:warmup_steps=0", "threshold:value=1e-7",
-             "powersgd:rank=4,start_step=0", "batched_powersgd:start_step=0",
-             'schedule:stages=[[0,"int4"]]'),
+    SPARSE: ("topk:warmup_steps=0", "shared_topk:warmup_steps=0", "dgc:warmup_steps=0",
+             "threshold:value=1e-7", "powersgd:rank=4,start_step=0",
+             "batched_powersgd:start_step=0", 'schedule:stages=[[0,"int4"]]'),
     UNBIASED: ("qsgd", "terngrad", "randomk"),
     None: ("noop", "gossip", "push_sum", "local_sgd", "diloco"),
 }  # fmt: skip
 MEASURED_HOOKS = {hook: error for error, hooks in _BY_LARGEST_ERROR.items() for hook in hooks}
+_NAMED = {name_of(hook) for hook in MEASURED_HOOKS}
+MEASURED_HOOKS |= {name: SPARSE for name in commhooks.available() if name not in _NAMED}
 """The hooks at their defaults, except those that start later; wrappers around a common hook.
 
 The values are the largest errors of the first step against the mean. None: the result is this
@@ -146,8 +154,3 @@ def entry_of(name: str) -> Entry:
     """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
     known = {BARE.name: BARE, TORCH.name: TORCH, **TORCHS}
     return known.get(name) or Entry.of(name)
-
-
-def name_of(spec: str) -> str:
-    """Return the name of a hook, without its options."""
-    return spec.partition(":")[0]

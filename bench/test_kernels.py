@@ -1,38 +1,41 @@
 """Codecs and the selection of top-k against a plain copy of the gradients, on one thread."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench.copies import against_copy
+from commhooks import algorithms
+from commhooks.algorithms.quantized.base import Quantized
 from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 
 NUMEL = 38_000_000  # 152 MB
 
 GPU_AIM = "0.8"
-# The codecs of the hooks' defaults, and the aim on CPUs as a share of the bandwidth of a copy.
-CODECS: dict[str, tuple[BlockCodec, str]] = {
-    "int8": (BlockCodec(integers(8), 256), "0.5"),
-    "int8, stochastic": (BlockCodec(integers(8, stochastic=True), 256), "any"),
-    "int4": (BlockCodec(integers(4), 128), "0.5"),
-    "int4, rotated": (BlockCodec(integers(4), 128, rotated=True), "any"),
-    "int2": (BlockCodec(integers(2, norm="signed_max"), 64), "0.5"),
-    "fp8 e4m3": (BlockCodec(E4M3, 256), "0.5"),
-    "fp8 e5m2": (BlockCodec(E5M2, 256), "0.5"),
-    "fp4 mxfp4": (BlockCodec(MXFP4, 1024), "0.5"),
-    "fp4 nvfp4": (BlockCodec(NVFP4, 1024), "0.5"),
-    "fp4 e3m0": (BlockCodec(E3M0, 1024), "0.5"),
-    "natural": (BlockCodec(NATURAL, 512), "0.5"),
-    "qsgd": (BlockCodec(integers(4, stochastic=True), 128), "any"),
-    "terngrad": (BlockCodec(integers(2, clip=2.5, stochastic=True), 512), "any"),
-    "onebit": (BlockCodec(signs("root_mean"), 128), "0.6"),
-    "signsgd": (BlockCodec(signs("mean"), 128), "0.6"),
-}
+_AIMS = {"int8, stochastic": "any", "int4, rotated": "any", "qsgd": "any", "terngrad": "any",
+         "onebit": "0.6", "signsgd": "0.6"}  # fmt: skip
+
+
+def codecs_of_hooks() -> Iterator[tuple[str, BlockCodec]]:
+    """Yield the codecs of the hooks' defaults, and of all formats that they offer."""
+    for kind in (getattr(algorithms, name) for name in algorithms.__all__):
+        if issubclass(kind, Quantized):
+            formats = get_args(get_type_hints(kind).get("format"))
+            for number_format in formats:
+                yield f"{kind.name} {number_format}", kind(format=number_format).make_codec()
+            if not formats:
+                yield kind.name, kind().make_codec()
+    yield "int8, stochastic", algorithms.Int8(stochastic=True).make_codec()
+    yield "int4, rotated", algorithms.Int4(rotate=True).make_codec()
+
+
+# With the aim on CPUs as a share of the bandwidth of a copy.
+CODECS = {name: (codec, _AIMS.get(name, "0.5")) for name, codec in codecs_of_hooks()}
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ from torch import Tensor
 
 @final
 class CpuBlockCodec:
-    def __init__(
-        self, codes: str, norm: int, levels: float, clip: float, is_vote: bool, block_size: int, /
-    ) -> None: ...
+    def __init__(self, number_format: object, block_size: int, /) -> None: ...
     def encode(
         self,
         values: Tensor,

@@ -1,4 +1,4 @@
-"""Arithmetic of hooks on a CPU: ``commhooks._C``, or the same in NumPy where it is not compiled.
+"""Arithmetic of hooks on a CPU: ``commhooks._C``, or the same in torch where it is not compiled.
 
 This is the place that chooses: Note [Without extensions] in reducer/extension.py.
 """

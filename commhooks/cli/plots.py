@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from colorsys import hls_to_rgb
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.ticker import EngFormatter, NullFormatter
 
+from commhooks import algorithms
 from commhooks.costs.timeline import Span, Timing
 from commhooks.costs.units import format_duration, format_rate
 from commhooks.lab.comparison import Comparison, Row
@@ -20,39 +23,15 @@ from commhooks.planning import Plan, Problem
 GRAY = "#7f8794"
 """Of text and axes, and of what is only shown for comparison."""
 
-# One hue per family: blue exact, orange and pink few bits, green sparse, violet low rank, cyan
-# fewer partners, brown wrappers. All have about the same lightness, and are readable on light and
-# on dark pages.
-_COLORS = {
-    "torch": GRAY,
-    "allreduce": "#3b82c4",
-    "bf16": "#5aa9e6",
-    "fp16": "#2f78b7",
-    "noop": "#7fa8d1",
-    "int8": "#e8710a",
-    "int4": "#f0932b",
-    "int2": "#d9a441",
-    "fp8": "#c9822b",
-    "fp4": "#d98f3d",
-    "natural": "#b5893a",
-    "qsgd": "#e0567a",
-    "terngrad": "#c95d9e",
-    "onebit": "#e0403f",
-    "signsgd": "#c2506a",
-    "topk": "#2f9e44",
-    "shared_topk": "#57ad2c",
-    "threshold": "#66a80f",
-    "randomk": "#8aa63a",
-    "dgc": "#12a17a",
-    "demo": "#0b7a5c",
-    "powersgd": "#845ef7",
-    "batched_powersgd": "#a58bf0",
-    "gossip": "#1098ad",
-    "push_sum": "#3aa6b5",
-    "local_sgd": "#0f8fb0",
-    "diloco": "#3b7dd8",
-    "hierarchical": "#22a7c4",
+_HUES = {
+    "exact": (202, 222),  # blue
+    "quantized": (335, 405),  # pink to orange
+    "sparse": (80, 165),  # green
+    "lowrank": (250, 265),  # violet
+    "averaging": (180, 200),  # cyan
 }
+"""The hues of each family of hooks, in degrees, of which each hook takes one. All have about the
+same lightness, and are readable on light and on dark pages."""
 _OTHER = "#a9745b"  # wrappers and hooks of other packages
 _DASHES = ("-", "--", ":", "-.")
 _WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
@@ -122,7 +101,22 @@ def draw_curves(study: Study, model: str, path: Path) -> None:
 
 def color_of(hook: str) -> str:
     """Return the color of a hook, whatever its options."""
-    return _COLORS.get(hook.partition(":")[0], _OTHER)
+    return _colors().get(hook.partition(":")[0], _OTHER)
+
+
+@cache
+def _colors() -> dict[str, str]:
+    families: dict[str, list[str]] = {family: [] for family in _HUES}
+    for kind in (getattr(algorithms, name) for name in algorithms.__all__):
+        families.get(kind.__module__.split(".")[2], []).append(kind.name)
+    colors = {"torch": GRAY}
+    for family, (first, last) in _HUES.items():
+        names = families[family]
+        for place, name in enumerate(names):
+            hue = (first + (last - first) * place / len(names)) % 360 / 360
+            lightness = (0.44, 0.52, 0.6)[place % 3]  # so that neighbors differ more
+            colors[name] = to_hex(hls_to_rgb(hue, lightness, 0.75))
+    return colors
 
 
 def line_styles(hooks: Iterable[str]) -> dict[str, dict[str, Any]]:

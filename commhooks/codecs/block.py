@@ -54,14 +54,7 @@ class BlockCodec:
             )
         self._format = number_format
         self._block_size = block_size
-        self._loops = native.CpuBlockCodec(
-            number_format.codes,
-            number_format.norm,
-            number_format.levels,
-            number_format.clip,
-            number_format.is_vote,
-            block_size,
-        )
+        self._loops = native.CpuBlockCodec(number_format, block_size)
         self._rotated = rotated
 
     def encoded_bytes(self, part_length: int) -> int:
@@ -247,7 +240,7 @@ def rotate(
 def check_numbers(numbers: Tensor, *others: Tensor | None) -> None:
     """Raise CommHookError unless ``numbers`` are flat float32 or float64, and ``others`` like them.
 
-    Compiled functions, kernels and their replacements in NumPy rely on it.
+    Compiled functions, kernels and their replacements rely on it.
     """
     if numbers.dtype not in _DTYPES or numbers.dim() != 1 or not numbers.is_contiguous():
         raise CommHookError(

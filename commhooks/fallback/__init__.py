@@ -1,10 +1,9 @@
-"""The functions of ``commhooks._C`` in NumPy: the same bits, slower.
+"""The functions of ``commhooks._C`` in torch's operations: the same bits, slower.
 
-:mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare both with
-vectors from the formulas of the papers. It has the same names, except for the products of low-rank
-compression, which go through torch, the collectives made of messages, in whose place Gloo's own are
-used, and what tests ask of compiled code; the types are in ``_C.pyi``. The formulas are those of
-kernels/codecs/*.h, under the same names.
+:mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare compiled
+loops and kernels with it. It has the same names, except for the products of low-rank compression,
+which are torch's anyway, the collectives made of messages, in whose place Gloo's own are used, and
+what tests ask of compiled code; the types are in ``_C.pyi``.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from commhooks.fallback.codecs import CpuBlockCodec, rotate
+from commhooks.fallback.blocks import CpuBlockCodec, rotate
 from commhooks.fallback.sparse import (
     draw_indices,
     pack_indices,

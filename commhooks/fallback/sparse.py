@@ -1,19 +1,13 @@
 """Arithmetic of sparse hooks on a CPU, as in csrc/sparse/selection.h and csrc/sparse/indices.h."""
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from commhooks.fallback.codes import random_bits
+from commhooks.fallback.blocks import packed_bits, random_bits, word
 from commhooks.fallback.warning import warn_once
 
 _WORD_BITS = 64
-
-Keys = npt.NDArray[Any]
-Integers = npt.NDArray[np.int64]
 
 
 def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
@@ -21,7 +15,14 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
 
     Infinities and NaN count as larger than all numbers.
     """
-    return _indices(_largest(_keys_of_sum(gradient, error), count))
+    keys = _keys_of_sum(gradient, error)
+    if not 0 < count < keys.numel():
+        return torch.arange(min(count, keys.numel()), dtype=torch.int32)
+    # A histogram of the upper 16 bits narrows the search.
+    upper = keys >> (torch.iinfo(keys.dtype).bits - 17)
+    at_least = upper.bincount().flip(0).cumsum(0)
+    found = _where(upper >= at_least.numel() - 1 - (at_least < count).sum())
+    return found[_largest(keys[None, found], count)].int()
 
 
 def select_largest_of_chunks(
@@ -29,66 +30,56 @@ def select_largest_of_chunks(
 ) -> Tensor:
     """Add error to gradient; select ``count`` of each ``chunk`` elements as select_largest does."""
     keys = _keys_of_sum(gradient, error)
-    starts = range(0, gradient.numel(), chunk)
-    found = [start + _largest(keys[start : start + chunk], count) for start in starts]
-    return _indices(np.concatenate([np.empty(0, np.int64), *found]))
+    return _largest(pad(keys, (0, -keys.numel() % chunk), value=-1).view(-1, chunk), count).int()
 
 
 def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:
     """Add error to gradient; return the indices of magnitudes of at least ``threshold``."""
-    keys = _keys_of_sum(gradient, error)
-    bound = _keys(torch.tensor([threshold], dtype=gradient.dtype))[0]
-    return _indices(np.flatnonzero(keys >= max(bound, 1)))
+    bound = _keys(torch.tensor(threshold, dtype=gradient.dtype)).clamp(min=1)
+    return _where(_keys_of_sum(gradient, error) >= bound).int()
 
 
-def _largest(keys: Keys, count: int) -> Integers:
-    """Return the positions of ``count`` keys, or of all if there are fewer."""
-    if count == 0 or count >= keys.size:
-        return np.arange(min(count, keys.size))
-    smallest = np.partition(keys, keys.size - count)[keys.size - count]
-    found = np.flatnonzero(keys >= smallest)
-    if found.size > count:  # too many are equal to the smallest one: keep the first of them
-        equal = np.flatnonzero(keys[found] == smallest)
-        found = np.delete(found, equal[count - found.size :])
-    return found
+def _largest(keys: Tensor, count: int) -> Tensor:
+    """Return the positions of ``count`` keys of each row. Keys below zero are of no element."""
+    smallest = keys.topk(min(count, keys.size(1)), dim=1, sorted=False).values.amin(1, keepdim=True)
+    is_found = keys >= smallest.clamp(min=0)
+    if (is_found.sum(1) > count).any():  # of equal ones, keep the first
+        is_larger = keys > smallest
+        missing = count - is_larger.sum(1, keepdim=True)
+        is_found &= is_larger | (is_found.cumsum(1) - is_larger.cumsum(1) <= missing)
+    return _where(is_found.view(-1))
 
 
-def _keys_of_sum(gradient: Tensor, error: Tensor | None) -> Keys:
+def _where(condition: Tensor) -> Tensor:
+    return condition.nonzero().view(-1)
+
+
+def _keys_of_sum(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Add error to gradient, and return the bits of the magnitudes."""
     warn_once()
     if error is not None:
         gradient.detach().add_(error.detach())
-    return _keys(gradient)
+    return _keys(gradient.detach())
 
 
-def _keys(numbers: Tensor) -> Keys:
+def _keys(numbers: Tensor) -> Tensor:
     """Return the bits of |number|. They are ordered as the numbers, infinity and NaN last."""
-    bits: Keys = numbers.detach().numpy()
-    if numbers.dtype == torch.float32:
-        return bits.view(np.int32) & np.int32(0x7FFFFFFF)
-    return bits.view(np.int64) & np.int64(0x7FFFFFFFFFFFFFFF)
-
-
-def _indices(found: Integers) -> Tensor:
-    return torch.from_numpy(found.astype(np.int32))
+    bits = torch.int32 if numbers.dtype == torch.float32 else torch.int64
+    return numbers.view(bits) & torch.iinfo(bits).max
 
 
 def pack_indices(
     indices: Tensor, high_bits: int, low_bits: int, adds_rank: bool, out: Tensor
 ) -> None:
     """Write ascending indices as a bitmap and low bits: Note [Index code] in codecs/index_code."""
-    numbers = indices.numpy().astype(np.int64)
-    positions = numbers >> low_bits
-    if adds_rank:
-        positions += np.arange(numbers.size)
-    _check_range(indices, (high_bits - adds_rank * (numbers.size - 1)) << low_bits)
-    bitmap = np.zeros(_whole_words(high_bits), np.uint8)
-    bitmap[positions] = 1
-    fields = np.zeros(_whole_words(numbers.size * low_bits), np.uint8)
-    low = (numbers[:, None] >> np.arange(low_bits)) & 1
-    fields[: low.size] = low.ravel()
-    packed = np.packbits(np.concatenate([bitmap, fields]), bitorder="little")
-    out.numpy()[:] = packed
+    numbers, ranks = indices.long(), torch.arange(indices.numel())
+    _check_range(indices, (high_bits - adds_rank * (indices.numel() - 1)) << low_bits)
+    bitmap = torch.zeros(_whole_words(high_bits), dtype=torch.uint8)
+    bitmap[(numbers >> low_bits) + ranks * adds_rank] = 1
+    fields = torch.zeros(_whole_words(indices.numel() * low_bits), dtype=torch.uint8)
+    low = numbers[:, None] >> torch.arange(low_bits) & 1
+    fields[: low.numel()] = low.view(-1)
+    out.copy_(packed_bits(torch.cat([bitmap, fields]), 1))
 
 
 def unpack_indices(
@@ -96,17 +87,18 @@ def unpack_indices(
 ) -> None:
     """Read what pack_indices wrote, and check it."""
     count = out.numel()
-    bits = np.unpackbits(packed.numpy(), bitorder="little")
-    bitmap, fields = np.split(bits, [_whole_words(high_bits)])
-    indices = np.flatnonzero(bitmap)
-    is_complete = indices.size == count
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)
+    indices = _where(bits[: _whole_words(high_bits)])
+    fields = bits[_whole_words(high_bits) :]
+    is_complete = indices.numel() == count
     if is_complete:
-        if adds_rank:
-            indices -= np.arange(count)
-        low = fields[: count * low_bits].reshape(count, low_bits).astype(np.int64)
-        indices = indices << low_bits | (low << np.arange(low_bits)).sum(axis=1)
-        out.numpy()[:] = indices.astype(np.int32)
-    if not (is_complete and _ascends(indices, numel)):
+        indices = indices - torch.arange(count) * adds_rank
+        low = fields[: count * low_bits].view(count, low_bits).long() << torch.arange(low_bits)
+        indices = indices << low_bits | low.sum(1)
+        out.copy_(indices)
+        bounded = torch.cat([torch.tensor([-1]), indices, torch.tensor([numel])])
+        is_complete = bool((bounded.diff() > 0).all()) or count == 0
+    if not is_complete:
         raise RuntimeError(
             f"Expected {count} ascending indices below {numel} in a message: it is corrupted, or "
             "ranks have different options."
@@ -122,30 +114,19 @@ def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
 def draw_indices(seed: int, rotation: int, numel: int, out: Tensor) -> None:
     """Fill out with distinct, ascending indices: RandomIndices in kernels/codecs/sparse.h."""
     count = out.numel()
-    if count == 0:
-        return
-    first = 0
-    if rotation > 0:
-        first = (numel - rotation) * count // numel
-        first += int(_draw(np.array([first]), seed, numel, count)[0]) + rotation < numel
-    runs = (np.arange(count) + first) % count
-    indices = _draw(runs, seed, numel, count) + rotation
-    out.numpy()[:] = np.where(indices < numel, indices, indices - numel)
 
+    def draw(runs: Tensor) -> Tensor:
+        """Return the index drawn from each run, after the rotation."""
+        begins, ends = runs * numel // count, (runs + 1) * numel // count
+        bits = random_bits(runs.int(), word(seed), word(seed >> 32)).long() & 0xFFFFFFFF
+        return begins + (bits * (ends - begins) >> 32) + rotation
 
-def _draw(runs: Integers, seed: int, numel: int, count: int) -> Integers:
-    """Return the index drawn from each run, before the rotation."""
-    low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
-    begins, ends = runs * numel // count, (runs + 1) * numel // count
-    bits = random_bits(runs.astype(np.uint32), low, high).astype(np.uint64)
-    offsets = bits * (ends - begins).astype(np.uint64) >> np.uint64(32)
-    indices: Integers = begins + offsets.astype(np.int64)
-    return indices
-
-
-def _ascends(indices: Integers, numel: int) -> bool:
-    bounded = np.concatenate([[-1], indices, [numel]])
-    return bool((np.diff(bounded) > 0).all()) or indices.size == 0
+    if count > 0:
+        first = 0
+        if rotation > 0:
+            first = (numel - rotation) * count // numel
+            first += int(draw(torch.tensor([first])) < numel)
+        out.copy_(draw((torch.arange(count) + first) % count) % numel)
 
 
 def _check_range(indices: Tensor, numel: int) -> None:

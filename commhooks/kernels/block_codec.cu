@@ -12,10 +12,7 @@
 //     544 .. 4096    2 .. 8 warps          one; a warp holds a chunk of 512 numbers
 //
 // The y axis of the grid counts the parts of the numbers, the x axis the blocks of a part.
-#include "codecs/fp4.h"
-#include "codecs/levels.h"
-#include "codecs/natural.h"
-#include "codecs/sign.h"
+#include "codecs/formats.h"
 #include "vector.h"
 
 using namespace commhooks::codecs;
@@ -32,13 +29,9 @@ constexpr int kBlocks = sizeof(T) == 4 && Codec::kBits != 2 ? 3 : 2;
 // Messages that a thread reads before it uses the first. Floats take so many registers to decode
 // that with two of them fewer blocks would run, which is slower.
 template <typename Codec>
-constexpr int kMessagesAhead = 2;
+constexpr int kMessagesAhead = Codec::kGroup > 0 ? 1 : 2;
 template <typename Format>
 constexpr int kMessagesAhead<BlockFloat<Format>> = 1;
-template <>
-constexpr int kMessagesAhead<Mxfp4> = 1;
-template <>
-constexpr int kMessagesAhead<Nvfp4> = 1;
 constexpr int kQuad = 4;
 constexpr int kSlots = 4;  // quads per thread
 constexpr int kWarp = 32;
@@ -323,24 +316,6 @@ __device__ u32 encode_group(
   }
   return code;
 }
-
-struct Options {
-  Norm norm;
-  float levels;
-  float clip;
-};
-
-template <int bits, bool stochastic>
-__device__ void configure(Levels<bits, stochastic>& codec, const Options& options) {
-  codec = {options.norm, options.levels, options.clip};
-}
-
-__device__ void configure(Sign& codec, const Options& options) {
-  codec.norm = options.norm;
-}
-
-template <typename Codec>
-__device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 """The CUDA sources of this package, and the kernels in them that are used."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -65,9 +66,8 @@ def _of_numbers(*names: str) -> list[str]:
     return [kernel_name(name, type_) for type_ in TYPES.values() for name in names]
 
 
-_ENCODERS = (
-    *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
-    *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),
+_FORMATS = re.findall(
+    r"^  ROW\((.+)\)", (DIRECTORY / "codecs" / "formats.h").read_text(), re.MULTILINE
 )
 LOWRANK_RANKS = {torch.float32: (8, 16), torch.float64: (16,)}
 """The highest ranks that products with factors are compiled for; above, torch multiplies."""
@@ -76,14 +76,10 @@ _WIDE = {element: at_least_float32(dtype) for dtype, element in ELEMENTS.items()
 BLOCK_CODEC = Source(
     "block_codec.cu",
     (
-        *(
-            block_kernel("encode", codec, number)
-            for codec in _ENCODERS
-            for number in TYPES.values()
-        ),
+        *(block_kernel("encode", codec, number) for codec in _FORMATS for number in TYPES.values()),
         *(
             block_kernel("decode", codec, number)
-            for codec in _ENCODERS
+            for codec in _FORMATS
             if "true" not in codec
             for number in TYPES.values()
         ),

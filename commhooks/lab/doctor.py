@@ -36,7 +36,7 @@ Version = tuple[int, int]
 
 _WITHOUT = {
     "reducer._C": "hooks work on torch's DistributedDataParallel, not on commhooks's own",
-    "commhooks._C": "hooks compute on CPU tensors in NumPy, slower",
+    "commhooks._C": "hooks compute on CPU tensors with torch's operations, slower",
 }
 """Consequences of a missing extension."""
 

@@ -64,7 +64,9 @@ struct BlockLoops {
 
 // A declaration of commhooks/codecs/formats.py.
 struct Format {
-  std::string codes;  // the name of a struct in kernels/codecs
+  std::string codes;  // the name of a struct in kernels/codecs/formats.h
+  int bits;
+  int group;
   codecs::Norm norm;
   float levels;
   float clip;

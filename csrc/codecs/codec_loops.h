@@ -1,13 +1,16 @@
-// The loops over blocks for one codec, compiled for all instruction sets.
+// The loops over blocks for one format, compiled for all instruction sets.
 #pragma once
 
 #include "codecs/decode_blocks.h"
 #include "codecs/encode_blocks.h"
+#include "kernels/codecs/formats.h"
+
+#include <c10/util/Exception.h>
 
 namespace commhooks {
 
-template <typename Codec, Several several = Several::kMean>
-BlockLoops loops_of(const Codec& codec = {}) {
+template <Several several, typename Codec>
+BlockLoops loops_for(const Codec& codec) {
   return {
       [codec](const EncodeCall& call, int64_t begin, int64_t end) {
         on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
@@ -29,4 +32,27 @@ BlockLoops loops_of(const Codec& codec = {}) {
       }};
 }
 
+template <typename Codec>
+BlockLoops loops_of(const Format& format) {
+  TORCH_CHECK(
+      format.bits == Codec::kBits && format.group == Codec::kGroup, "Expected ", Codec::kBits,
+      " bits and groups of ", Codec::kGroup, " for the codes ", format.codes, ", found ",
+      format.bits, " and ", format.group, ".");
+  Codec codec{};
+  codecs::configure(codec, {format.norm, format.levels, format.clip});
+  if constexpr (std::is_same_v<Codec, codecs::Sign>) {
+    if (format.is_vote) {
+      return loops_for<Several::kMajority>(codec);
+    }
+  }
+  return loops_for<Several::kMean>(codec);
+}
+
 }  // namespace commhooks
+
+// A row of a list of formats.
+#define COMMHOOKS_LOOPS_IF(...)           \
+  if (format.codes == #__VA_ARGS__) {     \
+    using namespace codecs;               \
+    return loops_of<__VA_ARGS__>(format); \
+  }

@@ -8,7 +8,7 @@
 #include "codecs/blocks.h"
 #include "codecs/encode_groups.h"
 #include "codecs/sign_bits.h"
-#include "kernels/codecs/sign.h"
+#include "kernels/codecs/formats.h"
 
 #include <type_traits>
 

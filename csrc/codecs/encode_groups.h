@@ -3,7 +3,6 @@
 
 #include "codecs/block_sums.h"
 #include "codecs/blocks.h"
-#include "kernels/codecs/fp4.h"
 
 namespace commhooks {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codecs/blocks.h"
-#include "kernels/codecs/small_float.h"
+#include "kernels/codecs/formats.h"
 
 #include <type_traits>
 

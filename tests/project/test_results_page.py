@@ -159,7 +159,7 @@ def test_a_gpu_check(tmp_path: Path) -> None:
     "changed",
     [
         "csrc/packing/cuda/element.cuh",
-        "commhooks/kernels/codecs/fp4.h",
+        "commhooks/kernels/codecs/formats.h",
         "commhooks/codecs/block.py",
     ],
 )
@@ -168,7 +168,7 @@ def test_results_of_other_device_code_are_said_to_be_old(
 ) -> None:
     for name in (
         "csrc/packing/cuda/element.cuh",
-        "commhooks/kernels/codecs/fp4.h",
+        "commhooks/kernels/codecs/formats.h",
         "commhooks/codecs/block.py",
         "commhooks/native.py",
     ):

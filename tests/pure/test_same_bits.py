@@ -1,4 +1,4 @@
-"""The codes in NumPy are those of the compiled loops, bit for bit."""
+"""The fallback gives what the compiled loops give, bit for bit."""
 
 import itertools
 import math
@@ -35,12 +35,7 @@ FORMATS = {
         ]
         for stochastic in (False, True)
     },
-    "e4m3": formats.E4M3,
-    "e5m2": formats.E5M2,
-    "mxfp4": formats.MXFP4,
-    "nvfp4": formats.NVFP4,
-    "e3m0": formats.E3M0,
-    "natural": formats.NATURAL,
+    **formats.FORMATS,
     "sign mean": formats.signs("mean"),
     "sign mean vote": formats.signs("mean", majority=True),
     "sign root_mean": formats.signs("root_mean"),
@@ -75,21 +70,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def make(module: Any, name: str, block_size: int) -> Any:
-    number_format = FORMATS[name]
-    return module.CpuBlockCodec(
-        number_format.codes,
-        number_format.norm,
-        number_format.levels,
-        number_format.clip,
-        number_format.is_vote,
-        block_size,
-    )
+    return module.CpuBlockCodec(FORMATS[name], block_size)
 
 
 def run(module: Any, name: str, block_size: int, given: Tensor, error: Tensor | None) -> list[Any]:
     """All that a codec writes and returns for some numbers."""
     parts = SIZES[block_size][1]
-    if name in ("mxfp4", "nvfp4"):  # blocks are multiples of 128
+    if FORMATS[name].group:  # blocks are multiples of 128
         block_size = -(-block_size // 128) * 128
     codec = make(module, name, block_size)
     length = -(-given.numel() // parts)
@@ -128,7 +115,7 @@ def test_messages_and_results(name: str, block_size: int) -> None:
             assert same_bits(expected, written), (kind, what)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m0"])
+@pytest.mark.parametrize("name", [name for name in formats.FORMATS if not FORMATS[name].group])
 def test_floats_of_every_exponent(name: str) -> None:
     bits = torch.arange(0, 0x3F800000, 0x3FFF1, dtype=torch.int32)  # numbers from 0 to 1
     given = torch.cat([torch.ones(32), bits.view(torch.float32), -bits.view(torch.float32)])
@@ -143,7 +130,7 @@ def test_floats_of_every_exponent(name: str) -> None:
 
 def test_random_numbers_beyond_four_billion_elements() -> None:
     """The index has 64 bits, of which the upper ones select another stream."""
-    from commhooks.fallback.codes import BlockRandom
+    from commhooks.fallback.blocks import BlockRandom
 
     for first in (0, 2**32 - 32, 2**40 + 64):
         seed = (SEED + (first >> 32) * 0x9E3779B97F4A7C15) % 2**64

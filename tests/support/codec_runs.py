@@ -1,15 +1,22 @@
 """Run all methods of a codec on numbers of every kind, at any offset in memory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
+from commhooks.codecs.formats import FORMATS, Format, integers, signs
 
-CODECS = {
+
+def _plain(number_format: Format) -> Callable[[int], BlockCodec]:
+    multiple = 128 if number_format.group else 1
+    return lambda block: BlockCodec(number_format, -(-block // multiple) * multiple)
+
+
+CODECS: dict[str, Callable[[int], BlockCodec]] = {
+    **{name: _plain(number_format) for name, number_format in FORMATS.items()},
     "int8": lambda block: BlockCodec(integers(8), block),
     "int8 stochastic": lambda block: BlockCodec(integers(8, stochastic=True), block),
     "int4": lambda block: BlockCodec(integers(4), block),
@@ -17,13 +24,6 @@ CODECS = {
     "int2": lambda block: BlockCodec(integers(2, norm="signed_max"), block),
     "2 bits": lambda block: BlockCodec(integers(2), block),
     "ternary, clipped": lambda block: BlockCodec(integers(2, 1, clip=2.5, stochastic=True), block),
-    "e4m3": lambda block: BlockCodec(E4M3, block),
-    "e5m2": lambda block: BlockCodec(E5M2, block),
-    "e3m0": lambda block: BlockCodec(E3M0, block),
-    # Blocks of these are multiples of 128.
-    "mxfp4": lambda block: BlockCodec(MXFP4, -(-block // 128) * 128),
-    "nvfp4": lambda block: BlockCodec(NVFP4, -(-block // 128) * 128),
-    "natural": lambda block: BlockCodec(NATURAL, block),
     "sign, mean": lambda block: BlockCodec(signs("mean"), block),
     "sign, root mean": lambda block: BlockCodec(signs("root_mean"), block),
     "int4, rotated": lambda block: BlockCodec(integers(4), block, rotated=True),

@@ -80,6 +80,11 @@ COMMHOOKS_HD float norm_from(Norm norm, float largest, float sum, int count) {
   return (float)(size * square_root(norm == Norm::kRootMean ? sum / terms : (double)sum));
 }
 
+// Returns what the numbers of a group are multiplied by before they are encoded.
+COMMHOOKS_HD float group_inverse(float inverse, float group_scale) {
+  return inverse / float_of(select(group_scale == 0.0f, bits_of(1.0f), bits_of(group_scale)));
+}
+
 // Adding this to a number below 2^22 rounds it to the nearest integer, ties to even. The lowest
 // bits of the sum are this integer in two's complement.
 constexpr float kRounder = 0x1.8p23f;

@@ -1,8 +1,9 @@
 // Floating point numbers of at most 8 bits: a sign, an exponent and a mantissa, with subnormal
-// numbers and without infinity and NaN, which encoders do not produce.
+// numbers and without infinity and NaN, which encoders do not produce. E4M3 and E5M2 are those of
+// Micikevicius et al. 2022, "FP8 formats for deep learning".
 #pragma once
 
-#include "codecs/block.h"
+#include "codecs/portable.h"
 
 namespace commhooks::codecs {
 
@@ -42,42 +43,5 @@ struct SmallFloat {
   static constexpr float kSmallest = power_of_two(1 - bias - mantissa);
   static constexpr float kAnchor = kSmallest * 0x1p23f;
 };
-
-// 8 bits: the two formats of Micikevicius et al. 2022, "FP8 formats for deep learning".
-//
-//              sign  exponent  mantissa  bias  largest
-//     e4m3        1         4         3     7      448   as torch.float8_e4m3fn: no infinity
-//     e5m2        1         5         2    15    57344   as torch.float8_e5m2
-//
-// 4 bits: see fp4.h.
-using E2M1Format = SmallFloat<4, 1, 1, 6>;
-using E3M0Format = SmallFloat<4, 0, 3, 16>;
-using E4M3Format = SmallFloat<8, 3, 7, 448>;
-using E5M2Format = SmallFloat<8, 2, 15, 57344>;
-
-// Numbers of a format, times the scale of their block. The scale maps the largest number of the
-// block to the largest number of the format, so overflow and the codes of infinity and NaN do not
-// occur.
-template <typename Format>
-struct BlockFloat {
-  static constexpr int kBits = Format::kBits;
-  static constexpr int kGroup = 0;
-  static constexpr Norm norm = Norm::kLargest;
-
-  COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
-    return largest / Format::kLargest;
-  }
-
-  COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
-    return Format::encode(ratio);
-  }
-
-  COMMHOOKS_HD float value(u32 code) const {
-    return Format::decode(code);
-  }
-};
-
-using E4M3 = BlockFloat<E4M3Format>;
-using E5M2 = BlockFloat<E5M2Format>;
 
 }  // namespace commhooks::codecs

@@ -47,12 +47,18 @@ void register_arithmetic(py::module_& module) {
   def("select_largest_of_chunks", &select_largest_of_chunks);
   def("unpack_indices", &unpack_indices);
   py::class_<CpuBlockCodec>(module, "CpuBlockCodec")
-      .def(
-          py::init([](std::string codes, int norm, float levels, float clip, bool is_vote,
-                      int64_t block_size) {
-            const auto of_block = static_cast<codecs::Norm>(norm);
-            return CpuBlockCodec({std::move(codes), of_block, levels, clip, is_vote}, block_size);
-          }))
+      .def(py::init([](const py::object& format, int64_t block_size) {
+        const auto option = [&](const char* name) { return format.attr(name); };
+        return CpuBlockCodec(
+            {.codes = option("codes").cast<std::string>(),
+             .bits = option("bits").cast<int>(),
+             .group = option("group").cast<int>(),
+             .norm = static_cast<codecs::Norm>(option("norm").cast<int>()),
+             .levels = option("levels").cast<float>(),
+             .clip = option("clip").cast<float>(),
+             .is_vote = option("is_vote").cast<bool>()},
+            block_size);
+      }))
       .def("encode", &CpuBlockCodec::encode, NoGil())
       .def("average", &CpuBlockCodec::average, NoGil())
       .def("assemble", &CpuBlockCodec::assemble, NoGil());
