@@ -83,10 +83,10 @@ class BlockFloat(Format):
             math.ldexp(code % one + one * (code >= one), max(code // one, 1) - self.bias)
             for code in range(2 ** (self.bits - 1))
         ]
-        return torch.tensor(sizes + [-size for size in sizes]) / one
+        return torch.tensor(sizes + [-size for size in sizes]).div(one)
 
     def scale(self, largest: Tensor, norm: Tensor) -> Tensor:  # noqa: ARG002
-        return largest / self.largest
+        return largest.div(self.largest)
 
     def code(self, ratio: Tensor, random: BlockRandom | None = None) -> Tensor:  # noqa: ARG002
         magnitude = ratio.abs().clamp_(max=self.largest).view(torch.int32)
@@ -195,7 +195,7 @@ class _Levels(Format):
             return norm / self._lowest
         if self.norm == Norm.ROOT_MEAN:
             norm = torch.minimum(norm * self.clip, largest)
-        return (largest if self.norm == Norm.LARGEST else norm) / self.levels
+        return (largest if self.norm == Norm.LARGEST else norm).div(self.levels)
 
     def code(self, ratio: Tensor, random: BlockRandom) -> Tensor:
         wanted = ratio.clamp(self._lowest, self.levels)

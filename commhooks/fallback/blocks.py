@@ -135,7 +135,7 @@ class CpuBlockCodec:
             return False
         if kept is not None:
             kept.copy_(values)
-        for message, part in zip(messages, values.split(part_length), strict=False):
+        for message, part in zip(messages, torch.split(values, part_length), strict=False):
             self.average(message[None], part, part_length)
         return True
 
@@ -146,7 +146,7 @@ class CpuBlockCodec:
             4 * -(-part_length // self._size),
             4 * -(-part_length // (4 * group)) if group else 0,
         )
-        return messages.split([scales, groups, messages.size(-1) - scales - groups], dim=-1)
+        return torch.split(messages, [scales, groups, messages.size(-1) - scales - groups], dim=-1)
 
 
 def _select(rows: Tensor, codes: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool
     values = values.detach()
     if added is not None:
         values += added.detach()
-    for part in values.split(part_length):
+    for part in torch.split(values, part_length):
         hashes = torch.arange(part.numel(), dtype=torch.int32) * word(0x9E3779B1)
         hashes = (hashes ^ hashes >> 15 & 0x1FFFF) * word(0x85EBCA77)
         signs = torch.where(hashes < 0, -1, 1).to(part.dtype)
