@@ -204,7 +204,7 @@ class _Levels(Format):
             # Take the level below, or the next one with the probability that makes the mean exact.
             found -= (found > wanted).float()
             found += (random.uniform() < wanted - found).float()
-        return found.to(torch.int8).view(torch.uint8) & 2**self.bits - 1
+        return found.to(torch.int8).view(torch.uint8).bitwise_and_(2**self.bits - 1)
 
 
 def integers(
