@@ -22,8 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import commhooks
-from commhooks import HookHandle
+from commhooks import HookHandle, algorithms
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
 from reducer.host_memory import connect_host
@@ -56,7 +55,7 @@ _BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
 }  # fmt: skip
 MEASURED_HOOKS = {hook: error for error, hooks in _BY_LARGEST_ERROR.items() for hook in hooks}
 _NAMED = {name_of(hook) for hook in MEASURED_HOOKS}
-MEASURED_HOOKS |= {name: SPARSE for name in commhooks.available() if name not in _NAMED}
+MEASURED_HOOKS |= {name: SPARSE for name in algorithms.HOOKS if name not in _NAMED}
 """The hooks at their defaults, except those that start later; wrappers around a common hook.
 
 The values are the largest errors of the first step against the mean. None: the result is this

@@ -1,5 +1,6 @@
 """Plots of comparisons and predictions, with one color per hook."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from colorsys import hls_to_rgb
@@ -106,12 +107,9 @@ def color_of(hook: str) -> str:
 
 @cache
 def _colors() -> dict[str, str]:
-    families: dict[str, list[str]] = {family: [] for family in _HUES}
-    for kind in (getattr(algorithms, name) for name in algorithms.__all__):
-        families.get(kind.__module__.split(".")[2], []).append(kind.name)
     colors = {"torch": GRAY}
     for family, (first, last) in _HUES.items():
-        names = families[family]
+        names = [name for name, at in algorithms.HOOKS.items() if re.match(rf"{family}\b", at)]
         for place, name in enumerate(names):
             hue = (first + (last - first) * place / len(names)) % 360 / 360
             lightness = (0.44, 0.52, 0.6)[place % 3]  # so that neighbors differ more
