@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import warnings
 from typing import Any
 
@@ -14,6 +15,8 @@ from commhooks.codecs import formats
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.index_code import IndexCode
 from commhooks.extensions import KERNELS
+from commhooks.fallback.blocks import Norm
+from commhooks.kernels.source import BLOCK_CODEC, DIRECTORY
 
 pytestmark = pytest.mark.skipif(not KERNELS.is_compiled, reason="commhooks._C is not compiled")
 
@@ -235,3 +238,11 @@ def test_one_warning_says_what_to_do() -> None:
             fallback.select_largest(torch.ones(3), None, 1)
     assert len(caught) == 1
     assert "pip install --no-build-isolation" in str(caught[0].message)
+
+
+def test_headers_list_the_same_formats_and_norms() -> None:
+    block = (DIRECTORY / "codecs" / "block.h").read_text()
+    norms = re.findall(r"^  k(\w+),", block.partition("enum class Norm")[2].partition("}")[0], re.M)
+    assert [norm.name.replace("_", "") for norm in Norm] == [norm.upper() for norm in norms]
+    listed = {name.partition("<")[2].rpartition(",")[0] for name in BLOCK_CODEC.kernels}
+    assert listed - {""} == {number_format.codes for number_format in FORMATS.values()}
