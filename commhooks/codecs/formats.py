@@ -7,14 +7,26 @@ which the loops in csrc/codecs and the CUDA kernels are compiled.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from commhooks.fallback.blocks import BlockRandom, Norm
+if TYPE_CHECKING:
+    from commhooks.fallback.blocks import BlockRandom
 
 _MANTISSA = 0x7FFFFF
+
+
+class Norm(IntEnum):
+    """The norm of a block that a format needs for the scale, as in kernels/codecs/block.h."""
+
+    LARGEST = 0
+    SIGNED = 1
+    MEAN = 2
+    ROOT_MEAN = 3
+    EUCLIDEAN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +57,7 @@ class Format:
         """Return the scales of blocks with these largest magnitudes and norms."""
         raise NotImplementedError
 
-    def code(self, ratio: Tensor, random: BlockRandom) -> Tensor:
+    def code(self, ratio: Tensor, random: "BlockRandom") -> Tensor:
         """Return the codes, uint8, of numbers that were divided by their scales.
 
         Those of blocks without a scale are not used.
@@ -88,7 +100,7 @@ class BlockFloat(Format):
     def scale(self, largest: Tensor, norm: Tensor) -> Tensor:  # noqa: ARG002
         return largest.div(self.largest)
 
-    def code(self, ratio: Tensor, random: BlockRandom | None = None) -> Tensor:  # noqa: ARG002
+    def code(self, ratio: Tensor, random: "BlockRandom | None" = None) -> Tensor:  # noqa: ARG002
         magnitude = ratio.abs().clamp_(max=self.largest).view(torch.int32)
         shift, rebias = 23 - self.mantissa, (127 - self.bias) << 23
         is_odd = (magnitude >> shift).bitwise_and_(1)  # ties to even
@@ -160,7 +172,7 @@ class _Natural(Format):
     def scale(self, largest: Tensor, norm: Tensor) -> Tensor:  # noqa: ARG002
         return (largest.view(torch.int32) + _MANTISSA & ~_MANTISSA).view(torch.float32)
 
-    def code(self, ratio: Tensor, random: BlockRandom) -> Tensor:
+    def code(self, ratio: Tensor, random: "BlockRandom") -> Tensor:
         bits = ratio.view(torch.int32)
         carried = (random.bits() & _MANTISSA) + (bits & 0x7FFFFFFF)
         return (carried >> 23 | bits >> 24 & 0x80).to(torch.uint8)
@@ -197,7 +209,7 @@ class _Levels(Format):
             norm = torch.minimum(norm * self.clip, largest)
         return (largest if self.norm == Norm.LARGEST else norm).div(self.levels)
 
-    def code(self, ratio: Tensor, random: BlockRandom) -> Tensor:
+    def code(self, ratio: Tensor, random: "BlockRandom") -> Tensor:
         wanted = ratio.clamp(self._lowest, self.levels)
         found = wanted.round()  # ties to even
         if self.is_stochastic:
@@ -247,7 +259,7 @@ class _Sign(Format):
     def scale(self, largest: Tensor, norm: Tensor) -> Tensor:  # noqa: ARG002
         return norm
 
-    def code(self, ratio: Tensor, random: BlockRandom) -> Tensor:
+    def code(self, ratio: Tensor, random: "BlockRandom") -> Tensor:
         codes = ratio.signbit()
         is_zero = ratio == 0
         if is_zero.any():

@@ -6,7 +6,6 @@ wrap around. Tensors of numbers and codes have the shape (blocks, block_size), t
 """
 
 import math
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -18,16 +17,6 @@ from commhooks.fallback.warning import warn_once
 _LARGEST_NUMBER, _SMALLEST_LARGEST = 2.0**126, 2.0**-100
 _CHUNK, _TILE = 512, 64
 _ROTATION = 128
-
-
-class Norm(IntEnum):
-    """The norm of a block that a format needs for the scale, as in kernels/codecs/block.h."""
-
-    LARGEST = 0
-    SIGNED = 1
-    MEAN = 2
-    ROOT_MEAN = 3
-    EUCLIDEAN = 4
 
 
 class CpuBlockCodec:
@@ -82,7 +71,7 @@ class CpuBlockCodec:
         counts = (count - self._size * torch.arange(len(y))).clamp(0, self._size)[:, None]
         largest = y.abs().amax(1, keepdim=True)  # NaN if there is one
         has_scale = (largest >= _SMALLEST_LARGEST) & (largest <= _LARGEST_NUMBER)
-        scales = number_format.scale(largest, _norm_of(number_format.norm, y, largest, counts))
+        scales = number_format.scale(largest, _norm_of(number_format.norm.name, y, largest, counts))
         without = torch.where(largest < _SMALLEST_LARGEST, 0.0, math.nan)
         scales = torch.where(has_scale, scales, without)
         inverses, factors = scales.reciprocal(), torch.where(has_scale, scales, 0.0)
@@ -161,15 +150,15 @@ def packed_bits(codes: Tensor, bits: int) -> Tensor:
     return codes
 
 
-def _norm_of(norm: Norm, y: Tensor, largest: Tensor, counts: Tensor) -> Tensor:
-    if norm == Norm.LARGEST:
+def _norm_of(norm: str, y: Tensor, largest: Tensor, counts: Tensor) -> Tensor:
+    if norm == "LARGEST":
         return largest
-    if norm == Norm.SIGNED:
+    if norm == "SIGNED":
         return torch.where(y.amax(1, keepdim=True) == largest, largest, -largest)
     ratios = y * largest.reciprocal()
-    total = _sums(ratios.abs() if norm == Norm.MEAN else ratios * ratios).double()
-    mean = total if norm == Norm.EUCLIDEAN else total / counts
-    return (largest.double() * (mean if norm == Norm.MEAN else mean.sqrt())).float()
+    total = _sums(ratios.abs() if norm == "MEAN" else ratios * ratios).double()
+    mean = total if norm == "EUCLIDEAN" else total / counts
+    return (largest.double() * (mean if norm == "MEAN" else mean.sqrt())).float()
 
 
 def _sums(terms: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from commhooks import fallback, native
 from commhooks.codecs import formats
 from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.formats import Norm
 from commhooks.codecs.index_code import IndexCode
 from commhooks.extensions import KERNELS
-from commhooks.fallback.blocks import Norm
 from commhooks.kernels.source import BLOCK_CODEC, DIRECTORY
 
 pytestmark = pytest.mark.skipif(not KERNELS.is_compiled, reason="commhooks._C is not compiled")
