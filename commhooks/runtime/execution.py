@@ -147,7 +147,7 @@ class HookExecution:
             return error.with_traceback(None)  # which would keep this frame
         return None
 
-    def refuse(self, error: Exception) -> CommHookError:
+    def throw(self, error: Exception) -> CommHookError:
         """Raise ``error`` at the hook's await, and return what results: nothing could be issued."""
         cause: BaseException = error
         try:
@@ -158,14 +158,17 @@ class HookExecution:
         failure.__cause__ = cause
         return failure
 
-    def fail(self, error: CommHookError) -> Future[Tensor]:
+    def abort(self, error: CommHookError) -> Future[Tensor]:
         """Set what backward raises for ``error`` in the future. Drop the future, and return it.
+
+        Nothing may be under way.
 
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
         refers to this execution, and the future to the error. The garbage collector cannot see that
         cycle because the future is in C++, so the future is dropped.
         """
+        self.close()
         self.work = None
         future = self.future
         del self.future
@@ -316,5 +319,5 @@ def _set_exception(future: Future[Tensor], error: BaseException) -> None:
 
 
 def _vote() -> PendingCollective:
-    """Return the barrier of Note [All ranks or none] in scheduler.py."""
+    """Return the barrier of Note [All ranks or none] in step_scheduler.py."""
     return PendingCollective("vote", lambda group: group.barrier(), _NO_RESULT, int, is_vote=True)

@@ -46,10 +46,11 @@ class StreamRunner(Runner):
     Note [Failures on NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~
     The host does not wait for collectives of NCCL, so the vote of Note [All ranks or none] in
-    scheduler.py is not possible. A rank whose hook fails has enqueued less than its peers, whose
-    devices then wait for it, as when a rank fails in forward. A collective that it enqueued later
-    would meet another one of its peers. Therefore the hook keeps failing on this rank until the job
-    ends: backward has raised the error, and the time-out of the process group ends the others.
+    step_scheduler.py is not possible. A rank whose hook fails has enqueued less than its peers,
+    whose devices then wait for it, as when a rank fails in forward. A collective that it enqueued
+    later would meet another one of its peers. Therefore the hook keeps failing on this rank until
+    the job ends: backward has raised the error, and the time-out of the process group ends the
+    others.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,9 +72,8 @@ class StreamRunner(Runner):
                 self._recover()
                 result = self._run(execution)
         except CommHookError as error:
-            execution.close()
             self._fail(error)
-            return execution.fail(error)  # no variable of this frame may hold the future
+            return execution.abort(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
             self._fail(execution.error(f"{type(error).__name__}: {error}"))
@@ -178,8 +178,7 @@ class StreamRunner(Runner):
                 result = self._run(execution)
                 execution.future.set_result(result)
         except CommHookError as error:
-            execution.close()
-            execution.fail(error)
+            execution.abort(error)
             return
         execution.record(self.collector)
 
@@ -201,7 +200,7 @@ class StreamRunner(Runner):
             except Exception as error:
                 if isinstance(error, CommHookPeerError) or is_peer_loss(error):
                     raise execution.peer_error(None, error) from error
-                failure = execution.refuse(error)
+                failure = execution.throw(error)
                 raise failure from failure.__cause__
             execution.end_stage()
             execution.count_bytes(collective)

@@ -279,10 +279,10 @@ CALLS = {
         "wait: join < forked < StreamRunner.between_steps",
     },
     "threaded": {
-        "record: follow < HookScheduler.launch",
+        "record: follow < StepScheduler.launch",
         "record: record_on_current_stream < Adapter.install",
         "record: record_on_current_stream < HookHandle.state_dict",
-        "wait: follow < HookScheduler.launch",
+        "wait: follow < StepScheduler.launch",
         "wait: follow < forked < ThreadedRunner.between_steps",
         "wait: join < forked < ThreadedRunner.between_steps",
     },
