@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.scheduler import Scheduler
@@ -51,11 +50,6 @@ class ExchangeScheduler(Scheduler):
         self.is_idle.set()
         self.groups.abandon(self._used)
         self._failure = None
-
-    def _take(self, execution: HookExecution, exchange: Exchange) -> bool:  # noqa: ARG002
-        """Fail: exchanges end in any order."""
-        self.abort(execution.error("an exchange cannot await another exchange"))
-        return False
 
     def _finish(self, execution: HookExecution, result: Tensor) -> None:
         self.unfinished.remove(execution)

@@ -45,6 +45,7 @@ class HookExecution:
 
     _place = "on"
     """The position of the failure, before the bucket."""
+    _awaits_exchanges = True
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         self.bucket = bucket
@@ -94,7 +95,7 @@ class HookExecution:
             raise
         except BaseException as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
-        if isinstance(awaited, Exchange):
+        if isinstance(awaited, Exchange) and self._awaits_exchanges:
             self.exchange = awaited
         elif isinstance(awaited, PendingCollective):
             self.pending = awaited
@@ -255,6 +256,7 @@ class ExchangeExecution(HookExecution):
     """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py."""
 
     _place = "in the exchange that it began on"
+    _awaits_exchanges = False  # they end in any order
 
     def __init__(
         self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import Empty
 
 import torch
@@ -38,10 +39,10 @@ class HookThread:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._pid = os.getpid()
-        scheduler.groups.on_loss = self._tell_loss
+        scheduler.groups.on_loss = self._note_loss
         _threads.add(self)
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Let the thread call ``function``, after what it was given before."""
         if self._thread is None:
             self._thread = start_thread(self._name, self._main)
@@ -71,7 +72,7 @@ class HookThread:
             return
         self._is_closed = True
         self._scheduler.groups.close()
-        self._inbox.put(_nothing)
+        self._inbox.put(int)  # does nothing, but wakes up the thread
         if self._thread is None:
             self._scheduler.close()
 
@@ -85,7 +86,7 @@ class HookThread:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self._scheduler.abort_because("the runner failed", error)
         self._scheduler.close()
-        while not self._inbox.empty():  # a thread that waits for a Work may keep it
+        while not self._inbox.empty():  # which a thread that waits for ever keeps alive
             self._inbox.get()
 
     def _serve(self) -> None:
@@ -103,14 +104,9 @@ class HookThread:
         else:
             item()
 
-    def _tell_loss(self, epoch: int) -> None:
-        """Called on another thread when a peer has gone, also after :meth:`close`."""
-        if not self._is_closed:
-            # Without call(): it is too early to start the thread.
-            self._inbox.put(lambda: self._note_loss(epoch))
-
     def _note_loss(self, epoch: int) -> None:
-        self._lost.setdefault(epoch, time.monotonic() + self._grace)
+        """Called on another thread, also after the end. It is too early to start this one."""
+        self._inbox.put(partial(self._lost.setdefault, epoch, time.monotonic() + self._grace))
 
     def _abort_without_peers(self) -> None:
         """See Note [Messages that never end] in comm/peer_watch.py."""
@@ -119,10 +115,6 @@ class HookThread:
             self._lost[epoch] = now + self._grace
             if self._scheduler.abort_without_peer(epoch):
                 del self._lost[epoch]
-
-
-def _nothing() -> None:
-    """Do nothing, to wake up the thread."""
 
 
 _threads: weakref.WeakSet[HookThread] = weakref.WeakSet()

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from torch import Tensor
 
 from commhooks.comm.communicator import PendingCollective
-from commhooks.comm.exchange import Exchange
 from commhooks.comm.issue_order import in_turn
 from commhooks.comm.stage_groups import StageGroups, StageKey
 from commhooks.errors import CommHookError, CommHookPeerError
@@ -34,8 +33,6 @@ class Scheduler(ABC):
         self._rank = rank
         self._under_way: dict[HookExecution, StageKey] = {}  # where their collectives are
         self._closed: dict[int, list[HookExecution]] = {}  # by epoch: those without connections
-
-    # ----------------------------------------------------------------- what the thread asks it for
 
     def complete(self, key: StageKey) -> None:
         """Continue the execution whose collective on this stage group was the next to complete."""
@@ -94,8 +91,6 @@ class Scheduler(ABC):
         self.waiters.close()
         self.groups.abandon()
 
-    # ------------------------------------------------------------------------ what differs by kind
-
     def _needs_all_peers(self) -> bool:
         """Return whether pending collectives fail on all ranks if a peer has gone."""
         return True
@@ -105,14 +100,8 @@ class Scheduler(ABC):
         return True
 
     @abstractmethod
-    def _take(self, execution: HookExecution, exchange: Exchange) -> bool:
-        """Return whether an exchange that an execution awaits has a result, or abort."""
-
-    @abstractmethod
     def _finish(self, execution: HookExecution, result: Tensor) -> None:
         """Set the result of an execution."""
-
-    # ---------------------------------------------------------------------------- what is the same
 
     @property
     def _used(self) -> Collection[StageKey]:
@@ -126,19 +115,14 @@ class Scheduler(ABC):
         self._issue_in_turn()
 
     def _advance(self, execution: HookExecution) -> None:
-        """Run the coroutine to its next collective or unfinished exchange, or to its end."""
-        while True:
-            try:
-                result = execution.step()
-            except CommHookError as error:
-                self.abort(error)
-                return
-            if execution.exchange is None:
-                break
-            if not self._take(execution, execution.exchange):
-                return
-        if result is not None:
-            self._finish(execution, result)
+        """Run the coroutine to its next await, or to its end."""
+        try:
+            result = execution.step()
+        except CommHookError as error:
+            self.abort(error)
+        else:
+            if result is not None:
+                self._finish(execution, result)
 
     def _issue_in_turn(self) -> None:
         """Issue what may be issued now: see Note [Order of collectives] in comm/issue_order.py."""

@@ -161,11 +161,7 @@ class StepScheduler(Scheduler):
         """Continue the executions that wait for an exchange, which has ended."""
         ended.record(self._collector)
         for execution in list(self.unfinished):
-            awaited = execution.exchange
-            if awaited is None or execution.failure is not None:
-                continue
-            if self._take(execution, awaited):
-                self._advance(execution)
+            self._take_results(execution)
         self._issue_in_turn()
 
     def abort_incomplete(self) -> None:
@@ -202,19 +198,25 @@ class StepScheduler(Scheduler):
         self._has_voted = self._has_voted or collective.is_vote
         return True
 
-    def _take(self, execution: HookExecution, exchange: Exchange) -> bool:
-        """Fail unless the exchange began in an earlier step. The step ends with a vote."""
-        self._state.send()
-        if exchange not in self._begun and not exchange.is_saved:
-            self.abort(execution.error(NOT_BEGUN))
-        elif exchange.is_over:
+    def _advance(self, execution: HookExecution) -> None:
+        super()._advance(execution)
+        self._take_results(execution)
+
+    def _take_results(self, execution: HookExecution) -> None:
+        """Run the coroutine on while what it awaits is an exchange that has a result."""
+        while execution.failure is None and (exchange := execution.exchange) is not None:
+            self._state.send()  # so that the step ends with a vote
+            if exchange not in self._begun and not exchange.is_saved:
+                self.abort(execution.error(NOT_BEGUN))
+                return
+            if not exchange.is_over:
+                return
             try:
                 exchange.result()
             except CommHookError as error:
                 self.abort(type(error)(*error.args))
-            else:
-                return True
-        return False
+                return
+            super()._advance(execution)
 
     def _finish(self, execution: HookExecution, result: Tensor) -> None:
         """Record what the execution has cost, and end the step after its last one."""

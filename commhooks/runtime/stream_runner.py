@@ -60,7 +60,7 @@ class StreamRunner(Runner):
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
-        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
+        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not aborted
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.check_capture()
@@ -72,11 +72,11 @@ class StreamRunner(Runner):
                 self._recover()
                 result = self._run(execution)
         except CommHookError as error:
-            self._fail(error)
+            self._abort(error)
             return execution.abort(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
-            self._fail(execution.error(f"{type(error).__name__}: {error}"))
+            self._abort(execution.error(f"{type(error).__name__}: {error}"))
             raise
         execution.record(self.collector)
         with self._stream:
@@ -154,7 +154,7 @@ class StreamRunner(Runner):
                 "ranks from a checkpoint"
             )
 
-    def _fail(self, error: CommHookError) -> None:
+    def _abort(self, error: CommHookError) -> None:
         self._failure = self._failure or str(error)
         self._handed_over.clear()
         self._begun.clear()

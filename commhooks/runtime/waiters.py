@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from torch._C._distributed_c10d import Work
 
@@ -12,15 +11,10 @@ from commhooks.comm.stage_groups import StageKey
 from commhooks.comm.threads import leave_thread, start_thread
 from commhooks.runtime.side_stream import SideStream
 
-Inbox = SimpleQueue[StageKey | Callable[[], None]]
+Inbox = SimpleQueue[StageKey | Callable[[], object]]
 """What a thread that runs a hook has to do: continue after a collective, or call a function."""
 
 _Works = SimpleQueue[Work | None]
-
-
-class _Waiter(NamedTuple):
-    works: _Works
-    thread: threading.Thread
 
 
 class Waiters:
@@ -39,27 +33,27 @@ class Waiters:
     def __init__(self, stream: SideStream) -> None:
         self.inbox: Inbox = SimpleQueue()
         self._stream = stream
-        self._waiters: dict[StageKey, _Waiter] = {}
+        self._waiters: dict[StageKey, tuple[_Works, threading.Thread]] = {}
 
     def watch(self, key: StageKey, work: Work) -> None:
         """Put ``key`` into the inbox when ``work`` has completed, with or without an error."""
         if key not in self._waiters:
             works: _Works = SimpleQueue()
             thread = start_thread("commhooks-wait", _wait, key, works, self.inbox, self._stream)
-            self._waiters[key] = _Waiter(works, thread)
-        self._waiters[key].works.put(work)
+            self._waiters[key] = works, thread
+        self._waiters[key][0].put(work)
 
     def leave(self, epoch: int) -> None:
         """End the threads of this epoch, or leave those alone that never return from a Work."""
         for key in [key for key in self._waiters if key[0] == epoch]:
-            waiter = self._waiters.pop(key)
-            waiter.works.put(None)
-            leave_thread(waiter.thread)
+            works, thread = self._waiters.pop(key)
+            works.put(None)
+            leave_thread(thread)
 
     def close(self) -> None:
         """End the threads, after what they wait for."""
-        for waiter in self._waiters.values():
-            waiter.works.put(None)
+        for works, _ in self._waiters.values():
+            works.put(None)
 
 
 def _wait(key: StageKey, works: _Works, inbox: Inbox, stream: SideStream) -> None:
