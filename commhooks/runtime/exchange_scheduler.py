@@ -39,7 +39,7 @@ class ExchangeScheduler(Scheduler):
         if self._failure is None:
             self._failure = error
             self.groups.publish(str(error))
-            self.groups.disconnect(self._used)
+            self.groups.disconnect(self._under_way.values())
         self._abort_unfinished(error)
 
     def abort_for_step(self, error: CommHookError) -> None:
@@ -48,7 +48,7 @@ class ExchangeScheduler(Scheduler):
         # Those that are still pending must not hold up later ones.
         self.unfinished.clear()
         self.is_idle.set()
-        self.groups.abandon(self._used)
+        self.groups.abandon(self._under_way.values())
         self._failure = None
 
     def _finish(self, execution: HookExecution, result: Tensor) -> None:

@@ -1,7 +1,6 @@
 """The base of schedulers, which decide what the coroutines of a hook do next."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 
 from torch import Tensor
 
@@ -95,18 +94,9 @@ class Scheduler(ABC):
         """Return whether pending collectives fail on all ranks if a peer has gone."""
         return True
 
-    def _may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:  # noqa: ARG002
-        """Return whether to issue a collective; otherwise the execution continues without it."""
-        return True
-
     @abstractmethod
     def _finish(self, execution: HookExecution, result: Tensor) -> None:
         """Set the result of an execution."""
-
-    @property
-    def _used(self) -> Collection[StageKey]:
-        """The stage groups with a collective under way."""
-        return self._under_way.values()
 
     def _run(self, execution: HookExecution) -> None:
         """Run an execution, after those that have been run before."""
@@ -129,10 +119,7 @@ class Scheduler(ABC):
         for execution in in_turn(list(self.unfinished)):
             collective, execution.pending = execution.pending, None
             assert collective is not None
-            if self._may_issue(execution, collective):
-                self._issue(execution, collective)
-            else:
-                self._advance(execution)
+            self._issue(execution, collective)
             if execution.failure is not None:
                 return
 
@@ -158,7 +145,7 @@ class Scheduler(ABC):
         """Note that nothing of ``execution`` is under way."""
         del self._under_way[execution]
         if execution.failure is not None:
-            self.groups.drop_unused(self._used)
+            self.groups.drop_unused(self._under_way.values())
 
     def _abort_unfinished(self, error: CommHookError) -> None:
         """Abort each execution. If a collective is under way, its end sets the error."""

@@ -180,7 +180,7 @@ class StepScheduler(Scheduler):
                 self._state.fail(error)
                 self._begun.clear()
                 self.groups.publish(str(error))
-                self.groups.abandon(self._used)
+                self.groups.abandon(self._under_way.values())
                 self._abort_exchanges(error)
                 self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
         finally:
@@ -190,13 +190,14 @@ class StepScheduler(Scheduler):
         """No rank gets past the vote before this one has issued it."""
         return self._state.phase is Phase.SENDING and not self._has_voted
 
-    def _may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:
+    def _issue(self, execution: HookExecution, collective: PendingCollective) -> None:
         """Leave out the vote of a step in which nothing was sent, awaited or handed over."""
         if collective.is_vote and self._state.phase is Phase.OPEN and not execution.comm.begun:
-            return False
+            self._advance(execution)
+            return
         self._state.send()
         self._has_voted = self._has_voted or collective.is_vote
-        return True
+        super()._issue(execution, collective)
 
     def _advance(self, execution: HookExecution) -> None:
         super()._advance(execution)
@@ -246,9 +247,8 @@ class StepScheduler(Scheduler):
             return
         begun = []
         for execution in sorted(self._handed_over, key=lambda each: each.bucket.index()):
-            for exchange in execution.comm.begun:
-                self._begun.add(exchange)
-                begun.append(ExchangeExecution(self._hook, exchange, execution.bucket, self._group))
+            self._begun.update(execution.comm.begun)
+            begun += [ExchangeExecution(each, execution) for each in execution.comm.begun]
         self._handed_over.clear()
         self._thread_of_exchanges.call(functools.partial(self._exchanges.begin, begun))
 

@@ -168,9 +168,7 @@ class StreamRunner(Runner):
         for execution in handed_over:
             for exchange in execution.comm.begun:
                 self._begun.add(exchange)
-                self._run_exchange(
-                    ExchangeExecution(self._hook, exchange, execution.bucket, self._group)
-                )
+                self._run_exchange(ExchangeExecution(exchange, execution))
 
     def _run_exchange(self, execution: ExchangeExecution) -> None:
         try:
@@ -208,10 +206,10 @@ class StreamRunner(Runner):
 
     def _group_of(self, ranks: tuple[int, ...], execution: HookExecution) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""
-        is_exchange = isinstance(execution, ExchangeExecution)
-        if self._group.size() == 1 or not (ranks or is_exchange):
+        if self._group.size() == 1 or not (ranks or execution.is_exchange):
             return self._group
-        return self._private_groups("exchanges" if is_exchange else "steps").open(0, ranks)
+        purpose = "exchanges" if execution.is_exchange else "steps"
+        return self._private_groups(purpose).open(0, ranks)
 
     def _private_groups(self, purpose: str) -> PrivateGroups:
         if purpose not in self._private:

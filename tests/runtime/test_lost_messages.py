@@ -36,6 +36,6 @@ def test_messages_of_a_failed_step_are_closed_and_then_aborted(has_failed: bool)
     groups.drop_unused.assert_called_once()
     waiters.leave.assert_called_once_with(0)
     later.abort.assert_not_called()
-    assert list(scheduler._used) == [(1, (), 1)]
+    assert list(scheduler._under_way) == [later]
     scheduler.complete((0, (), 1))  # the message has ended after all
     execution.end_collective.assert_not_called()
