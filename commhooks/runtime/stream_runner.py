@@ -104,7 +104,7 @@ class StreamRunner(Runner):
     def abandon(self) -> None:
         """Do nothing, because no bucket is ever on its way."""
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Let the current stream wait for the hook, whose state is read or replaced next.
 
         Raises:
@@ -117,7 +117,7 @@ class StreamRunner(Runner):
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the hook. Exchanges come before and after."""
-        self.flush()
+        self.drain()
         try:
             with self._stream.forked():
                 yield

@@ -77,7 +77,7 @@ class ThreadedRunner(Runner):
     def abandon(self) -> None:
         self._thread.call(self._steps.abort_incomplete)
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         self._thread.wait()  # so that exchanges of the last step have been handed over,
         self._exchange_thread.wait()  # and have begun
         self._exchange_thread.wait(self._exchanges.is_idle)
@@ -86,7 +86,7 @@ class ThreadedRunner(Runner):
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the threads, which have nothing to do."""
-        self.flush()
+        self.drain()
         with self._stream.forked():
             yield
 

@@ -275,7 +275,7 @@ CALLS = {
         "wait: follow < StreamRunner.__call__",
         "wait: follow < StreamRunner._run_exchanges",
         "wait: follow < forked < StreamRunner.between_steps",
-        "wait: join < StreamRunner.flush",
+        "wait: join < StreamRunner.drain",
         "wait: join < forked < StreamRunner.between_steps",
     },
     "threaded": {
