@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from commhooks.runtime.scheduler import Scheduler
 class ExchangeScheduler(Scheduler):
     """Runs exchanges in the order in which they begin. They have no vote."""
 
-    on_end: Callable[[ExchangeExecution], None]
+    on_end: Callable[[HookExecution], None]
     """Called with each exchange that has ended, after its future has been set."""
 
     def __init__(self, *args: Any) -> None:
@@ -61,6 +61,6 @@ class ExchangeScheduler(Scheduler):
         self._tell_end(execution)
 
     def _tell_end(self, execution: HookExecution) -> None:
-        self.on_end(cast("ExchangeExecution", execution))
+        self.on_end(execution)
         if not self.unfinished:
             self.is_idle.set()

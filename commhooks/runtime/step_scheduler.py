@@ -157,7 +157,7 @@ class StepScheduler(Scheduler):
         self._stream.follow(execution.mark, execution.bucket.buffer())
         self._run(execution)
 
-    def continue_after(self, ended: ExchangeExecution) -> None:
+    def continue_after(self, ended: HookExecution) -> None:
         """Continue the executions that wait for an exchange, which has ended."""
         ended.record(self._collector)
         for execution in list(self.unfinished):

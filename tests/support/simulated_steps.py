@@ -27,7 +27,7 @@ from commhooks.comm import stage_groups
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.stage_groups import StageKey
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
-from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from commhooks.runtime.step_scheduler import StepScheduler
@@ -408,7 +408,7 @@ class _Rank(_Actor):
     def is_finished(self) -> bool:
         return self.step == self.world.steps and not self.unfinished and not self.is_paused
 
-    def continue_after(self, exchange: ExchangeExecution) -> None:
+    def continue_after(self, exchange: HookExecution) -> None:
         """Called on the thread of exchanges."""
         self.call(lambda: self.scheduler.continue_after(exchange))
 
