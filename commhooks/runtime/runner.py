@@ -93,7 +93,10 @@ class Runner(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Abort the current step: buckets on their way fail, on all ranks."""
+        """Abort the current step: buckets on their way fail, on all ranks.
+
+        The engine calls it by this name when a backward ends early.
+        """
 
     @abstractmethod
     def drain(self) -> None:
