@@ -33,7 +33,7 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> d
     handle = commhooks.register(model, trained.create())
     batches = (data.batch(seed, step, rank) for step in range(chosen.steps))
     fit(model, chosen, trained.recipe or chosen.usual, batches)
-    handle.adapter.flush()
+    handle.adapter.drain()
     sent = handle.stats().total.wire_bytes
     validation = data.validation(rank, size)
     with torch.no_grad():

@@ -193,10 +193,10 @@ class Adapter(Ranks, ABC):
                 dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean.view(parameter.shape))
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Wait until the exchanges that the hook has begun are over."""
         if self._runner is not None:
-            self._runner.flush()
+            self._runner.drain()
 
     def between_steps(self) -> AbstractContextManager[None]:
         """Read or change what the hook keeps inside this context: Runner.between_steps."""

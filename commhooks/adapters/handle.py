@@ -163,7 +163,7 @@ class HookHandle:
         create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
-        adapter.flush()  # so that nothing is on its way when its connections close
+        adapter.drain()  # so that nothing is on its way when its connections close
         new, token = _agreed(adapter, hook, options)
         _restore_consensus(adapter)  # first, because it fails if a peer does
         adapter.install(new, token)
@@ -174,7 +174,7 @@ class HookHandle:
         Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
-        adapter.flush()
+        adapter.drain()
         _restore_consensus(adapter)
         adapter.install(None)
         self._adapter = None

@@ -130,12 +130,13 @@ class _PairAdapter(TorchAdapter):
     def __init__(self, register: Callable[[], None], *model: Any) -> None:
         super().__init__(*model)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
-        self._last_index = -1  # of torch's buckets in this step
+        self._last_index = -1  # of torch's buckets
+        self._has_last = False  # torch's last one of this step has come
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         if bucket.index() <= self._last_index:
-            self._finish_step()  # torch left out the last bucket of the step before
-        self._last_index = bucket.index()
+            self._end_step()  # torch left out the last bucket of the step before
+        self._last_index, self._has_last = bucket.index(), bucket.is_last()
         return super().run(bucket)
 
     def _names_in(self, bucket: TorchBucket) -> list[str]:
@@ -167,7 +168,3 @@ class _PairAdapter(TorchAdapter):
 
     def _is_finalized(self) -> bool:
         return self._has_last
-
-    def _finish_step(self) -> None:
-        self._last_index = -1
-        super()._finish_step()

@@ -3,6 +3,9 @@
 import time
 import weakref
 from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +26,7 @@ from commhooks.algorithms.exact import AllReduce
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.recording import Recording, Run, Stage
+from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.peers import peer_error
@@ -74,13 +77,7 @@ class TorchAdapter(Adapter):
         self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self.steps = 0
-        self._launched = 0  # buckets that hooks get, in this step
-        self._is_under_way = False  # a bucket of this step has come
-        self._has_last = False  # torch's last one has
-        self._told_last = False  # the hook has got one that is marked as the last
-        self._error: BaseException | None = None
-        self._without_backward: list[Future[Tensor]] = []  # buckets of this step so far
-        self._runs: list[tuple[Run, GradBucket]] = []  # of the function, in this step
+        self._step: Generator[Future[Tensor] | None, TorchBucket | None, None] | None = None
         self._gradient_hooks: list[RemovableHandle] = []
 
     @abstractmethod
@@ -107,37 +104,87 @@ class TorchAdapter(Adapter):
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
-        if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001
-            _queue_callback(lambda: _queue_callback(self._end_step))
-            return self._begin(bucket)
-        # In model.join(), a rank without inputs runs the hook on all buckets of the others' steps.
-        future = self._begin(bucket)
-        self._without_backward.append(future)
-        if bucket.is_last():
-            for each in self._without_backward:
-                each.wait()
-            self._without_backward.clear()
-            self._finish_step()
+        if self._step is None:
+            self._step = self._run_step()
+            next(self._step)
+        future = cast("Future[Tensor]", self._step.send(bucket))
+        if _is_in_backward():
+            _queue_callback(lambda: _queue_callback(self._end_backward))
+        elif bucket.is_last():
+            # In model.join(), a rank without inputs runs the hook on all buckets of others' steps.
+            self._end_step()
         return future
 
-    def _begin(self, bucket: TorchBucket) -> Future[Tensor]:
-        self._is_under_way, self._has_last = True, bucket.is_last()
-        start_ns = time.monotonic_ns()
-        gradients = bucket.buffer()
-        sent: int | None = None
-        try:
-            own = self._with_names(bucket)
-            if gradients.is_sparse and self._runner is not None:
-                future, sent = average_rows(gradients, self.group)
-            else:
-                future = self._launch(bucket, own)
-        except BaseException as error:
-            self._error = self._error or error
-            return completed(gradients)
-        # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
-        # dropped the last reference to a process group, the destructor would wait for that thread.
-        adapter = weakref.ref(self)
-        return future.then(lambda future: _settle(adapter, future, gradients, own, sent, start_ns))
+    def _end_backward(self) -> None:
+        if self._step is not None and self._is_finalized():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """End the step, if one is under way, and raise its error."""
+        step, self._step = self._step, None
+        if step is not None:
+            with suppress(StopIteration):
+                step.send(None)
+
+    def _run_step(self) -> Generator[Future[Tensor] | None, TorchBucket | None, None]:
+        """Run the hook on the buckets of a step, which are sent here until None ends the step.
+
+        Yields the future of each, which gets no error: the first error is raised at the end.
+        """
+        launched = 0  # buckets that hooks got
+        told_last = False  # by one that is marked as the last
+        futures: list[Future[Tensor]] = []
+        averages: list[tuple[GradBucket, int | None, int, int]] = []
+        errors: list[BaseException] = []
+
+        # Not with self: Gloo's thread that completes a future drops the callback some time later.
+        # If it dropped the last reference to a process group, the destructor would wait for it.
+        def take(gradients: Tensor, launch: tuple[Any, ...], future: Future[Tensor]) -> Tensor:
+            averages.append((*launch, time.monotonic_ns()))
+            try:
+                return future.value()
+            except BaseException as error:
+                # The traceback has this frame, which holds the future, which holds the error.
+                errors.append(error.with_traceback(None))
+                return gradients
+
+        future: Future[Tensor] | None = None
+        while (bucket := (yield future)) is not None:
+            gradients, start_ns, sent = bucket.buffer(), time.monotonic_ns(), None
+            try:
+                own = self._with_names(bucket, launched)
+                if not gradients.is_sparse:
+                    launched, told_last = launched + 1, bucket.is_last()
+                if gradients.is_sparse and self._runner is not None:
+                    future, sent = average_rows(gradients, self.group)
+                else:
+                    future = self._launch(bucket, own)
+                future = future.then(partial(take, gradients, (own, sent, start_ns)))
+            except BaseException as error:
+                errors.append(error)
+                future = completed(gradients)
+            futures.append(future)
+        if not _is_in_backward():  # where torch has waited for them
+            for future in futures:
+                future.wait()
+        if self._runner is not None and launched > 0 and not told_last:
+            try:
+                self._vote(self._runner, launched)
+            except BaseException as error:
+                errors.append(error)
+        self._sparse.end_step()
+        if errors:
+            first = errors[0]
+            errors.clear()  # one may refer to this frame
+            raise peer_error(self.group, f"the average at step {self.steps}", first)
+        for average in averages:
+            self._record(*average)
+        if self.recording is not None:  # backward began with its first gradient
+            spans = self.recording.spans
+            last_end = max((s.end_ns for s in spans if s.activity == "backward"), default=0)
+            start = min(s.start_ns for s in spans if s.start_ns > last_end)
+            self._add_span("backward", self.steps, start)
+        self.steps += 1
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:
@@ -151,90 +198,44 @@ class TorchAdapter(Adapter):
             )
         return future
 
-    def settle(
-        self,
-        future: Future[Tensor],
-        gradients: Tensor,
-        own: GradBucket,
-        sent: int | None,
-        start_ns: int,
-    ) -> Tensor:
-        """Return the average, or keep its error. Called on a thread of backend or runner.
-
-        ``sent``: the bytes of rows.
-        """
-        times = start_ns, time.monotonic_ns()
-        stages = () if sent is None else (Stage("all_gather", (), start_ns, *times, sent),)
-        run = Run(own.key, own.index(), sent, *times, stages)
-        if self._runner is None or sent is not None:
-            self._runs.append((run, own))
-        name = AllReduce.name if sent is not None else getattr(self.hook, "name", "")
-        self._add_span("hook", own.index(), start_ns, own, name)
-        try:
-            return future.value()
-        except BaseException as error:
-            error = error.with_traceback(None)  # this frame holds the future, which holds the error
-            self._error = self._error or error
-            return gradients
-
-    def _end_step(self) -> None:
-        if self._is_under_way and self._is_finalized():
-            self._finish_step()
-
-    def _finish_step(self) -> None:
-        if self._runner is not None and self._launched > 0 and not self._told_last:
-            self._vote(self._runner)
-        self._launched = 0
-        self._is_under_way = self._told_last = False
-        self._sparse.end_step()
-        error, self._error = self._error, None
-        runs, self._runs = self._runs, []
-        if error is not None:
-            raise peer_error(self.group, f"the average at step {self.steps}", error)
-        for run, bucket in runs:
-            self._collector.record(run, bucket)
-        if self.recording is not None:  # backward began with its first gradient
-            spans = self.recording.spans
-            last_end = max((s.end_ns for s in spans if s.activity == "backward"), default=0)
-            start = min(s.start_ns for s in spans if s.start_ns > last_end)
-            self._add_span("backward", self.steps, start)
-        self.steps += 1
-
-    def _vote(self, runner: Runner) -> None:
+    def _vote(self, runner: Runner, buckets: int) -> None:
         """End the step of a runner that torch did not give its last bucket."""
-        try:
-            runner.end_step(self._launched, self.steps).wait()
-        except BaseException as error:
-            self._error = self._error or error
+        runner.end_step(buckets, self.steps).wait()
 
-    def _with_names(self, bucket: TorchBucket) -> GradBucket:
-        """Return our bucket for torch's.
+    def _record(self, bucket: GradBucket, sent: int | None, start_ns: int, end_ns: int) -> None:
+        """Record the average of a bucket. ``sent``: the bytes of rows."""
+        times = start_ns, end_ns
+        if self._runner is None or sent is not None:
+            stages = () if sent is None else (Stage("all_gather", (), start_ns, *times, sent),)
+            run = Run(bucket.key, bucket.index(), sent, *times, stages)
+            self._collector.record(run, bucket)
+        if self.recording is not None:
+            name = AllReduce.name if sent is not None else getattr(self.hook, "name", "")
+            names = tuple(bucket.names)
+            self.recording.spans.append(
+                Span("hook", bucket.index(), *times, bucket.key, names, name)
+            )
 
-        Complex parameters are real views, as their gradients are. Buckets are counted without gaps,
-        even if torch leaves out some.
+    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
+        """Return our bucket for torch's. Complex parameters are real views, as gradients are.
+
+        ``index``: counts the buckets that hooks get without gaps, even if torch leaves out some.
         """
         gradients, names = bucket.buffer(), self._names_in(bucket)
         if gradients.is_sparse:  # hooks do not get them
             gradients = torch.empty(gradients.numel(), dtype=gradients.dtype, device="meta")
+            index = len(self.parameters) + self.sparse.index(names[0])
         return GradBucket(
             gradients,
             [real_view(parameter) for parameter in bucket.parameters()],
             names,
-            index=self._index(bucket, names),
+            index=index,
             is_last=bucket.is_last(),
             step=self.steps,
         )
 
     def _names_in(self, bucket: TorchBucket) -> list[str]:
         return [self._name_of[id(parameter)] for parameter in bucket.parameters()]
-
-    def _index(self, bucket: TorchBucket, names: list[str]) -> int:
-        """Return the next index of the buckets that hooks get, or one after all of them."""
-        if bucket.buffer().is_sparse:
-            return len(self.parameters) + self.sparse.index(names[0])
-        self._told_last = bucket.is_last()
-        index, self._launched = self._launched, self._launched + 1
-        return index
 
     def _average(self, bucket: TorchBucket) -> Future[Tensor]:
         if bucket.buffer().is_sparse:
@@ -297,11 +298,8 @@ def _run(state: _State, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ign
     return future
 
 
-def _settle(
-    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], gradients: Tensor, *launched: Any
-) -> Tensor:
-    alive = adapter()
-    return gradients if alive is None else alive.settle(future, gradients, *launched)
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0  # noqa: SLF001
 
 
 def _queue_callback(callback: Any) -> None:

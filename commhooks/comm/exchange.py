@@ -21,8 +21,8 @@ Exchanges keep the rules of steps in this way:
        would overtake it. Their connections close, so no rank waits for them. The error shows in the
        first step that awaits one of them. That step fails on all ranks, also on those where the
        exchange has succeeded.
-    4. A step that fails drops all exchanges, on all ranks, because some may have got further than
-       others. The hook forgets them in ``recover()``. To await one that was dropped is an error on
+    4. A step that fails aborts all exchanges, on all ranks, because some may have got further than
+       others. The hook forgets them in ``recover()``. To await one that was aborted is an error on
        every rank.
 
 The result is taken in the step that the hook chooses, never when it happens to arrive; so it does
@@ -40,7 +40,7 @@ from commhooks.errors import CommHookError
 
 NOT_BEGUN = (
     "expected an exchange that began in an earlier step, found one that was handed over in this "
-    "step, or dropped because a step failed; forget exchanges in recover()"
+    "step, or aborted because a step failed; forget exchanges in recover()"
 )
 
 

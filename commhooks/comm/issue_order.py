@@ -45,7 +45,7 @@ class Pending(Protocol):
 
     @property
     def is_vote(self) -> bool:
-        """Whether it ends the step: see Note [All ranks or none] in runtime/scheduler.py."""
+        """Whether it ends the step: see Note [All ranks or none] in runtime/step_scheduler.py."""
 
 
 class Execution(Protocol):

@@ -4,8 +4,8 @@ Note [Subgroups]
 ~~~~~~~~~~~~~~~~
 A hook may communicate among some ranks only, for example those of a node. Each subgroup counts its
 own stages and has a stage group for each, so ranks outside need not know about it. The rules of
-Note [Order of collectives] in issue_order.py and Note [All ranks or none] in runtime/scheduler.py
-hold in each subgroup separately:
+Note [Order of collectives] in issue_order.py and Note [All ranks or none] in
+runtime/step_scheduler.py hold in each subgroup separately:
 
     Bucket b issues its stage s in a subgroup after bucket b-1 has completed that stage there, or
     has finished.
@@ -15,7 +15,7 @@ doing so. Suppose that one rank opens a stage group for bucket b, and the other 
 stage group for a later bucket, before b has reached the first one there. Then b is not finished on
 the other rank. So by the rule it has already issued the stage that the later bucket is about to
 issue, and that stage group is open already. This holds because a rank notices the end of a
-collective whatever it waits for in other stage groups: see HookThread in runtime/hook_thread.py.
+collective whatever it waits for in other stage groups: see runtime/waiters.py.
 
 A rank that fails closes the stage groups of all its subgroups. Their other ranks fail and do the
 same. A rank that shares no subgroup with any of them learns of the failure in the vote, in which
@@ -147,10 +147,6 @@ class StageGroups:
         """Close those of groups that were dropped in use. What is pending fails, or never ends."""
         for (group,) in self._abandoned.values():
             close_connections(group)
-
-    def is_closed_within(self, seconds: float) -> bool:
-        """Wait until :meth:`close` is called. Return whether it was, within these ``seconds``."""
-        return self._closed.wait(seconds)
 
     def _make_group(self, store: Store, ranks: tuple[int, ...]) -> Any:
         """Return a new group, which has a process group's methods for collectives."""

@@ -146,7 +146,7 @@ class Gloo:
     concurrent: ClassVar[int] = 2  # threads of PyTorch's process group
     """Number of collectives that one process group executes at the same time."""
     has_stage_groups: ClassVar[bool] = True
-    """Whether hooks get a process group per stage, and vote: commhooks/runtime/scheduler.py."""
+    """Whether hooks get a process group per stage, and vote: runtime/step_scheduler.py."""
 
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost of a collective. Raises ValueError for an unknown operation."""

@@ -64,7 +64,7 @@ class Collective:
 
     @property
     def is_vote(self) -> bool:
-        """Whether it ends the step, see Note [All ranks or none] in runtime/scheduler.py."""
+        """Whether it ends the step, see Note [All ranks or none] in runtime/step_scheduler.py."""
         return self.operation == "vote"
 
     def wire_bytes(self, nodes: int) -> float:

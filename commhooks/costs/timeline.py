@@ -263,7 +263,7 @@ class _Replay:
             self._finish(execution)
 
     def _vote(self, execution: _Execution) -> Collective | None:
-        """Return the vote at the end of a step, see Note [All ranks or none] in scheduler.py."""
+        """Return the vote of a step, see Note [All ranks or none] in step_scheduler.py."""
         if execution is not self._executions[-1] or not (self._has_sent and self._has_stage_groups):
             return None
         network = self._network

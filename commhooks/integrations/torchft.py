@@ -40,6 +40,7 @@ the local gradients are used. Why: docs/design/2026-11-26-elastic-diloco.md.
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -332,12 +333,12 @@ class _Averager(_Members, TorchDDPAdapter):
         if average.data_ptr() != bucket.buffer().data_ptr():
             bucket.buffer().copy_(average)
 
-    def _vote(self, runner: Runner) -> None:
-        self._reports(lambda: runner.end_step(self._launched, self.steps).wait())
+    def _vote(self, runner: Runner, buckets: int) -> None:
+        self._reports(partial(super()._vote, runner, buckets))
 
-    def _finish_step(self) -> None:
+    def _end_step(self) -> None:
         step = self.steps
-        super()._finish_step()
+        super()._end_step()
         self._end_step_of_members(step)
 
 

@@ -30,8 +30,9 @@ class HookExecution:
     """The hook's coroutine for one bucket, from launch to result.
 
     Attributes:
-        bucket: The bucket that the hook gets.
-        comm: The communicator that the hook gets.
+        hook: The hook.
+        bucket: The bucket that it gets.
+        comm: The communicator that it gets.
         mark: Where backward's stream was when the bucket had been packed; see :meth:`launch`.
         future: The future of the average.
         pending: The collective that the hook awaits and that has not been issued.
@@ -43,10 +44,11 @@ class HookExecution:
         completed: How many of them have completed, or were sent between two ranks.
     """
 
-    _place = "on"
-    """The position of the failure, before the bucket."""
+    is_exchange = False
+    """Whether it is an exchange, which cannot await another one: they end in any order."""
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
+        self.hook = hook
         self.bucket = bucket
         self.comm = Communicator(
             group, step=bucket.step, key=bucket.key, seed=getattr(hook, "seed", 0)
@@ -61,7 +63,6 @@ class HookExecution:
         self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
         self._start_ns = self._awaited_ns = self.comm.launched = time.monotonic_ns()
-        self._hook = hook
         self._coroutine: Coroutine[PendingCollective | Exchange, None, Tensor] = self._run()
 
     def launch(self, stream: SideStream, *, timed: bool) -> None:
@@ -94,7 +95,7 @@ class HookExecution:
             raise
         except BaseException as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
-        if isinstance(awaited, Exchange):
+        if isinstance(awaited, Exchange) and not self.is_exchange:
             self.exchange = awaited
         elif isinstance(awaited, PendingCollective):
             self.pending = awaited
@@ -128,8 +129,14 @@ class HookExecution:
         self.completed = dict(self.issued)  # no more than one is under way
 
     def record(self, collector: StatsCollector) -> None:
-        """Tell ``collector`` what this execution, which has finished, has cost."""
-        collector.record(self._as_run(), self.bucket)
+        """Tell ``collector`` what this execution, which has finished, has cost.
+
+        An exchange adds its bytes to those of the bucket on which it began.
+        """
+        key, index = self.bucket.key, self.bucket.index()
+        times = self._start_ns, time.monotonic_ns()
+        run = Run(key, index, self.comm.wire_bytes, *times, self._stages, self.is_exchange)
+        collector.record(run, self.bucket)
 
     def end_collective(self) -> Exception | None:
         """Drop the collective that has completed, and return its error, if any.
@@ -147,7 +154,7 @@ class HookExecution:
             return error.with_traceback(None)  # which would keep this frame
         return None
 
-    def refuse(self, error: Exception) -> CommHookError:
+    def throw(self, error: Exception) -> CommHookError:
         """Raise ``error`` at the hook's await, and return what results: nothing could be issued."""
         cause: BaseException = error
         try:
@@ -158,14 +165,17 @@ class HookExecution:
         failure.__cause__ = cause
         return failure
 
-    def fail(self, error: CommHookError) -> Future[Tensor]:
+    def abort(self, error: CommHookError) -> Future[Tensor]:
         """Set what backward raises for ``error`` in the future. Drop the future, and return it.
+
+        Nothing may be under way.
 
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
         refers to this execution, and the future to the error. The garbage collector cannot see that
         cycle because the future is in C++, so the future is dropped.
         """
+        self.close()
         self.work = None
         future = self.future
         del self.future
@@ -176,17 +186,13 @@ class HookExecution:
         """Return an error with ``text`` and the place where it happened."""
         return kind(self._locate(text))
 
-    def _as_run(self, *, is_exchange: bool = False) -> Run:
-        key, index = self.bucket.key, self.bucket.index()
-        times = self._start_ns, time.monotonic_ns()
-        return Run(key, index, self.comm.wire_bytes, *times, self._stages, is_exchange)
-
     def _locate(self, text: str) -> str:
         names = self.bucket.names
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         issued = sum(self.issued.values())
+        place = "in the exchange that it began on" if self.is_exchange else "on"
         return (
-            f"[rank {self.comm.rank}] hook {self._hook!r} failed {self._place} bucket "
+            f"[rank {self.comm.rank}] hook {self.hook!r} failed {place} bucket "
             f"{self.bucket.index()} (parameters {parameters}) at step {self.bucket.step}, after "
             f"{issued} collectives: {text}"
         )
@@ -216,7 +222,7 @@ class HookExecution:
             self._coroutine.close()
 
     async def _run(self) -> Tensor:
-        result = await self._hook.reduce(self.bucket, self.comm)
+        result = await self.hook.reduce(self.bucket, self.comm)
         self._check(result)
         if self.bucket.is_last():
             await _vote()
@@ -251,18 +257,12 @@ class HookExecution:
 class ExchangeExecution(HookExecution):
     """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py."""
 
-    _place = "in the exchange that it began on"
+    is_exchange = True
 
-    def __init__(
-        self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, exchange: Exchange, begun_by: HookExecution) -> None:
         self._function = exchange.run
-        super().__init__(hook, bucket, group)
+        super().__init__(begun_by.hook, begun_by.bucket, begun_by.comm.group)
         exchange.future = self.future
-
-    def record(self, collector: StatsCollector) -> None:
-        """Add its bytes to those of the bucket on which it began."""
-        collector.record(self._as_run(is_exchange=True), self.bucket)
 
     async def _run(self) -> Tensor:
         result = await self._function()
@@ -316,5 +316,5 @@ def _set_exception(future: Future[Tensor], error: BaseException) -> None:
 
 
 def _vote() -> PendingCollective:
-    """Return the barrier of Note [All ranks or none] in scheduler.py."""
+    """Return the barrier of Note [All ranks or none] in step_scheduler.py."""
     return PendingCollective("vote", lambda group: group.barrier(), _NO_RESULT, int, is_vote=True)

@@ -93,10 +93,13 @@ class Runner(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """End the current step early: buckets on their way fail, on all ranks."""
+        """Abort the current step: buckets on their way fail, on all ranks.
+
+        The engine calls it by this name when a backward ends early.
+        """
 
     @abstractmethod
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Wait until the exchanges that have begun are over. Their errors show where they are used.
 
         Called between two steps. All ranks have begun the same exchanges, so they end without
@@ -107,7 +110,7 @@ class Runner(ABC):
     def between_steps(self) -> AbstractContextManager[None]:
         """Read or change what the hook keeps inside this context: Note [Streams and lifetimes].
 
-        Flushes first. Tensors that leave it need :func:`record_on_current_stream` after it.
+        Drains first. Tensors that leave it need :func:`record_on_current_stream` after it.
         """
 
     @abstractmethod

@@ -1,254 +1,165 @@
-"""Runs the executions of a step, so that all ranks agree on order and outcome.
+"""The base of schedulers, which decide what the coroutines of a hook do next."""
 
-Note [All ranks or none]
-~~~~~~~~~~~~~~~~~~~~~~~~
-A step that fails on one rank must fail on all; otherwise the models would silently diverge. A step
-therefore ends with a vote after its last bucket: a barrier, which a rank enters when all its
-buckets have finished. When the barrier completes, all buckets have finished on all ranks. The
-bucket that ``is_last()`` votes; where it is not known which one is, ``end_step()`` of the runner
-does. A rank that fails, at whatever point,
+from abc import ABC, abstractmethod
 
-    1. publishes the reason in the store, under the current epoch;
-    2. abandons its stage groups. Their connections close, and what peers have pending on them
-       fails, so the peers do the same. (The rank that has issued the fewest collectives on a stage
-       group has none pending there that others lack, so it can close; then those of the others
-       fail.)
-    3. sets an error in the future of a bucket only when nothing of that bucket is pending, so that
-       its buffer is no longer in use;
-    4. increments its epoch. No rank gets past the vote, so every rank does this exactly once in
-       the failed step, and the next step meets on new stage groups.
-
-If a hook has sent nothing in a step, there is no vote.
-"""
-
-import weakref
-from collections.abc import Sequence
-from enum import Enum, auto
-from typing import Protocol
-
-import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.comm.communicator import PendingCollective
-from commhooks.comm.exchange import NOT_BEGUN, Exchange
-from commhooks.comm.stage_groups import StageGroups
-from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import ExchangeExecution, HookExecution
-from commhooks.runtime.executor import Executor, Owner, Watch
-from commhooks.runtime.side_stream import SideStream
-from commhooks.runtime.stats import StatsCollector
+from commhooks.comm.issue_order import in_turn
+from commhooks.comm.stage_groups import StageGroups, StageKey
+from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.waiters import Waiters
 
 
-class Phase(Enum):
-    """The progress of a step on this rank; see :class:`StepState`."""
+class Scheduler(ABC):
+    """Advances each execution when its collective has completed, and issues collectives in turn.
 
-    IDLE = auto()
-    """No bucket of a step has arrived."""
-    OPEN = auto()
-    """Buckets have arrived, but nothing has been sent: other ranks do not wait for this one."""
-    SENDING = auto()
-    """A collective has been issued, so the step ends with a vote or a failure on all ranks."""
-    FAILED = auto()
-    """Buckets that still arrive fail as well."""
-
-
-class StepState:
-    """One phase, and the only code that changes it.
-
-    The method in each row leads from the phase in the column to the phase in the cell; an empty
-    cell is a bug in the runner, and raises RuntimeError:
-
-    ========= ======== ========= ========= ========
-    ..        IDLE     OPEN      SENDING   FAILED
-    ========= ======== ========= ========= ========
-    begin()   OPEN     OPEN      OPEN      OPEN
-    send()             SENDING   SENDING
-    finish()           IDLE      IDLE
-    fail()    FAILED   FAILED    FAILED
-    ========= ======== ========= ========= ========
-
-    A step begins with the bucket of index 0. That may happen in OPEN and SENDING because torch does
-    not tell when a backward pass has raised.
-
-    An exchange that outlives a step is in none of these phases: the state is that of a step only.
-    """
-
-    def __init__(self) -> None:
-        self.phase = Phase.IDLE
-        self.failure: CommHookError | None = None
-        """Why the step failed. Set in FAILED only."""
-
-    def begin(self) -> bool:
-        """Begin a step. Return whether the one before it failed."""
-        has_failed = self.phase is Phase.FAILED
-        self.phase = Phase.OPEN
-        self.failure = None
-        return has_failed
-
-    def send(self) -> None:
-        """Note that a collective is about to be issued."""
-        self._move(Phase.SENDING, _RUNNING)
-
-    def finish(self) -> None:
-        """Note that the step has ended on all ranks."""
-        self._move(Phase.IDLE, _RUNNING)
-
-    def fail(self, failure: CommHookError) -> None:
-        """Note that the step has failed, because of ``failure``."""
-        self._move(Phase.FAILED, _NOT_FAILED)
-        self.failure = failure
-
-    def _move(self, target: Phase, sources: frozenset[Phase]) -> None:
-        if self.phase not in sources:
-            raise RuntimeError(f"a step cannot go from {self.phase.name} to {target.name}")
-        self.phase = target
-
-
-_RUNNING = frozenset({Phase.OPEN, Phase.SENDING})
-_NOT_FAILED = frozenset(Phase) - {Phase.FAILED}
-
-
-class Exchanges(Protocol):
-    """The place where a scheduler hands over exchanges."""
-
-    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
-        """Begin the exchanges of a step that has succeeded."""
-
-    def drop(self, error: CommHookError) -> None:
-        """End all exchanges, because a step has failed."""
-
-    def settle(self) -> None:
-        """Wait until those that were dropped have ended, and no longer change the hook's state."""
-
-
-class HookScheduler(Owner):
-    """Runs the executions of step after step.
+    It has no thread, and blocks only where it connects a new stage group. All methods must be
+    called on one thread, which calls :meth:`complete` with what ``waiters`` tell.
 
     Args:
-        hook: The hook that the executions run.
-        group: The model's process group.
-        groups, watch: See :class:`Executor`.
-        stream: The stream on which the executions run; the current one in all calls.
-        collector: Gets the record of each execution that succeeds.
-        exchanges: What runs the exchanges that the hook begins.
+        rank: This rank in the model's process group.
+        groups: The stage groups to send through.
+        waiters: What waits for collectives.
     """
 
-    def __init__(
-        self,
-        hook: CommHook,
-        group: dist.ProcessGroup,
-        groups: StageGroups,
-        stream: SideStream,
-        collector: StatsCollector,
-        watch: Watch,
-        exchanges: Exchanges,
-    ) -> None:
-        self.executor = Executor(group.rank(), groups, watch, self)
-        self._hook = hook
-        self._group = group
-        self._groups = groups
-        self._stream = stream
-        self._collector = collector
-        self._exchanges = exchanges
-        self._state = StepState()
-        self._has_voted = False  # in this step
-        self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
-        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
+    def __init__(self, rank: int, groups: StageGroups, waiters: Waiters) -> None:
+        self.groups = groups
+        self.waiters = waiters
+        self.unfinished: list[HookExecution] = []
+        """The executions that were run and have neither a result nor an error, in bucket order."""
+        self._rank = rank
+        self._under_way: dict[HookExecution, StageKey] = {}  # where their collectives are
+        self._closed: dict[int, list[HookExecution]] = {}  # by epoch: those without connections
 
-    def launch(self, execution: HookExecution) -> None:
-        """Run an execution, after those of the earlier buckets of the step."""
-        if execution.bucket.index() == 0 or self._state.phase is Phase.IDLE:
-            self._begin_step()
-        if self._state.failure is not None:
-            self.executor.refuse(execution, self._state.failure)
-            return
-        self._stream.follow(execution.mark, execution.bucket.buffer())
-        self.executor.run(execution)
+    def complete(self, key: StageKey) -> None:
+        """Continue the execution whose collective on this stage group was the next to complete."""
+        execution = next((each for each, own in self._under_way.items() if own == key), None)
+        if execution is None:
+            return  # aborted without waiting for its end
+        error = execution.end_collective()
+        self._leave(execution)
+        if execution.failure is not None:
+            self._abort(execution, execution.failure)
+        elif error is not None:
+            self.abort(self._peer_error(execution, error))
+        else:
+            self._issue_in_turn()  # so that the stage group is in use while the hook computes
+            if execution.failure is None:
+                self._advance(execution)
+                self._issue_in_turn()
 
-    def continue_after(self, exchange: ExchangeExecution) -> None:
-        """Continue the executions that wait for an exchange, which has ended."""
-        exchange.record(self._collector)
-        self.executor.resume()
+    @abstractmethod
+    def abort(self, error: CommHookError) -> None:
+        """Abort what is unfinished on all ranks, here by :meth:`_abort_unfinished`."""
 
-    def end_early(self) -> None:
-        """End the step although buckets are missing: those on their way fail, on all ranks.
+    def abort_because(self, what: str, cause: BaseException) -> None:
+        """Abort with an error of this rank that says ``what`` happened because of ``cause``."""
+        error = CommHookError(f"[rank {self._rank}] {what}: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self.abort(error)
 
-        Nothing happens if no bucket has been launched, because then no peer waits for this rank.
+    def abort_without_peer(self, epoch: int) -> bool:
+        """Abort because a peer has gone: Note [Messages that never end] in comm/peer_watch.py.
+
+        Nothing is aborted if that has been noticed, or if all ranks may succeed nevertheless. What
+        has been aborted but is still under way loses its connections now, and gets its error in
+        the next call, a grace period later. Return whether no further call is needed.
         """
-        if self._state.phase in (Phase.OPEN, Phase.SENDING):
-            text = f"[rank {self._group.rank()}] the backward pass ended before its last bucket"
-            self.fail(CommHookError(text))
-
-    def fail(self, error: CommHookError) -> None:
-        """Fail the step, on all ranks: see Note [All ranks or none]."""
-        try:
-            if self._state.phase is not Phase.FAILED:
-                self._state.fail(error)
-                self._begun.clear()
-                self._groups.publish(str(error))
-                self._groups.abandon(self.executor.used)
-                self._exchanges.drop(error)
-                self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
-        finally:
-            self.executor.fail_all(error)
-
-    def needs_all_peers(self) -> bool:
-        """No rank gets past the vote before this one has issued it."""
-        return self._state.phase is Phase.SENDING and not self._has_voted
-
-    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:
-        """Leave out the vote of a step in which nothing was sent, awaited or handed over."""
-        if collective.is_vote and self._state.phase is Phase.OPEN and not execution.comm.begun:
-            return False
-        self._state.send()
-        self._has_voted = self._has_voted or collective.is_vote
-        return True
-
-    def take(self, execution: HookExecution, exchange: Exchange) -> bool:
-        """Fail unless the exchange began in an earlier step. The step ends with a vote."""
-        self._state.send()
-        if exchange not in self._begun and not exchange.is_saved:
-            self.fail(execution.error(NOT_BEGUN))
-        elif exchange.is_over:
-            try:
-                exchange.result()
-            except CommHookError as error:
-                self.fail(type(error)(*error.args))
-            else:
-                return True
+        for execution in self._closed.pop(epoch, ()):
+            if execution in self._under_way:
+                self._leave(execution)
+                assert execution.failure is not None
+                self._abort(execution, execution.failure)
+        waiting = [each for each in self._under_way if each.failure is None]
+        if epoch == self.groups.epoch and waiting and self._needs_all_peers():
+            error = RuntimeError("Connection closed by peer in the middle of a message")
+            self.abort(self._peer_error(waiting[0], error))
+        left = [each for each, key in self._under_way.items() if each.failure and key[0] == epoch]
+        if left:
+            self.groups.close_connections()
+            self._closed[epoch] = left
+        elif epoch != self.groups.epoch:
+            self.waiters.leave(epoch)
+            return True
         return False
 
-    def finish(self, execution: HookExecution, result: Tensor) -> None:
-        """Record what the execution has cost, and end the step after its last one."""
-        execution.record(self._collector)  # if it raises, the step fails
-        self.executor.unfinished.remove(execution)
-        if execution.comm.begun:
-            self._state.send()  # so that all ranks learn whether the step has succeeded
-            self._handed_over.append(execution)
-        if execution.bucket.is_last():
-            self._state.finish()
-            self._begin_exchanges()
-        execution.future.set_result(result)
+    def close(self) -> None:
+        """End the waiting threads, and close all connections."""
+        self.waiters.close()
+        self.groups.abandon()
 
-    def _begin_step(self) -> None:
-        self._has_voted = False
-        self._handed_over.clear()
-        if not self._state.begin():
-            return
-        self._exchanges.settle()
+    def _needs_all_peers(self) -> bool:
+        """Return whether pending collectives fail on all ranks if a peer has gone."""
+        return True
+
+    @abstractmethod
+    def _finish(self, execution: HookExecution, result: Tensor) -> None:
+        """Set the result of an execution."""
+
+    def _run(self, execution: HookExecution) -> None:
+        """Run an execution, after those that have been run before."""
+        self.unfinished.append(execution)
+        self._advance(execution)
+        self._issue_in_turn()
+
+    def _advance(self, execution: HookExecution) -> None:
+        """Run the coroutine to its next await, or to its end."""
         try:
-            self._hook.recover()
-        except BaseException as error:
-            self.executor.fail_because(f"recover() of hook {self._hook!r} failed", error)
+            result = execution.step()
+        except CommHookError as error:
+            self.abort(error)
+        else:
+            if result is not None:
+                self._finish(execution, result)
 
-    def _begin_exchanges(self) -> None:
-        if not self._handed_over:
+    def _issue_in_turn(self) -> None:
+        """Issue what may be issued now: see Note [Order of collectives] in comm/issue_order.py."""
+        for execution in in_turn(list(self.unfinished)):
+            collective, execution.pending = execution.pending, None
+            assert collective is not None
+            self._issue(execution, collective)
+            if execution.failure is not None:
+                return
+
+    def _issue(self, execution: HookExecution, collective: PendingCollective) -> None:
+        stage = execution.count(collective)
+        if collective.is_vote:
+            stage = 0
+        try:
+            # No local variable may hold the stage group: abandon() has to drop its last reference.
+            execution.work = collective.start(self.groups.open(stage, collective.members))
+        except CommHookPeerError as error:
+            self.abort(self._peer_error(execution, error.with_traceback(None)))
             return
-        begun = []
-        for execution in sorted(self._handed_over, key=lambda each: each.bucket.index()):
-            for exchange in execution.comm.begun:
-                self._begun.add(exchange)
-                begun.append(ExchangeExecution(self._hook, exchange, execution.bucket, self._group))
-        self._handed_over.clear()
-        self._exchanges.begin(begun)
+        except Exception as error:
+            self.abort(execution.throw(error.with_traceback(None)))
+            return
+        key = (self.groups.epoch, collective.members, stage)
+        self._under_way[execution] = key
+        self.waiters.watch(key, execution.work)
+        execution.count_bytes(collective)
+
+    def _leave(self, execution: HookExecution) -> None:
+        """Note that nothing of ``execution`` is under way."""
+        del self._under_way[execution]
+        if execution.failure is not None:
+            self.groups.drop_unused(self._under_way.values())
+
+    def _abort_unfinished(self, error: CommHookError) -> None:
+        """Abort each execution. If a collective is under way, its end sets the error."""
+        for execution in list(self.unfinished):
+            execution.failure = execution.failure or error
+            execution.close()
+            if execution.work is None:
+                self._abort(execution, execution.failure)
+
+    def _abort(self, execution: HookExecution, error: CommHookError) -> None:
+        """Set the error of an execution that has nothing under way."""
+        if execution in self.unfinished:
+            self.unfinished.remove(execution)
+        execution.abort(error)
+
+    def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookPeerError:
+        return execution.peer_error(self.groups.published(), error)

@@ -46,10 +46,11 @@ class StreamRunner(Runner):
     Note [Failures on NCCL]
     ~~~~~~~~~~~~~~~~~~~~~~~
     The host does not wait for collectives of NCCL, so the vote of Note [All ranks or none] in
-    scheduler.py is not possible. A rank whose hook fails has enqueued less than its peers, whose
-    devices then wait for it, as when a rank fails in forward. A collective that it enqueued later
-    would meet another one of its peers. Therefore the hook keeps failing on this rank until the job
-    ends: backward has raised the error, and the time-out of the process group ends the others.
+    step_scheduler.py is not possible. A rank whose hook fails has enqueued less than its peers,
+    whose devices then wait for it, as when a rank fails in forward. A collective that it enqueued
+    later would meet another one of its peers. Therefore the hook keeps failing on this rank until
+    the job ends: backward has raised the error, and the time-out of the process group ends the
+    others.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +60,7 @@ class StreamRunner(Runner):
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
-        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
+        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not aborted
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         self.check_capture()
@@ -71,12 +72,11 @@ class StreamRunner(Runner):
                 self._recover()
                 result = self._run(execution)
         except CommHookError as error:
-            execution.close()
-            self._fail(error)
-            return execution.fail(error)  # no variable of this frame may hold the future
+            self._abort(error)
+            return execution.abort(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
-            self._fail(execution.error(f"{type(error).__name__}: {error}"))
+            self._abort(execution.error(f"{type(error).__name__}: {error}"))
             raise
         execution.record(self.collector)
         with self._stream:
@@ -104,7 +104,7 @@ class StreamRunner(Runner):
     def abandon(self) -> None:
         """Do nothing, because no bucket is ever on its way."""
 
-    def flush(self) -> None:
+    def drain(self) -> None:
         """Let the current stream wait for the hook, whose state is read or replaced next.
 
         Raises:
@@ -117,7 +117,7 @@ class StreamRunner(Runner):
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the hook. Exchanges come before and after."""
-        self.flush()
+        self.drain()
         try:
             with self._stream.forked():
                 yield
@@ -154,7 +154,7 @@ class StreamRunner(Runner):
                 "ranks from a checkpoint"
             )
 
-    def _fail(self, error: CommHookError) -> None:
+    def _abort(self, error: CommHookError) -> None:
         self._failure = self._failure or str(error)
         self._handed_over.clear()
         self._begun.clear()
@@ -168,9 +168,7 @@ class StreamRunner(Runner):
         for execution in handed_over:
             for exchange in execution.comm.begun:
                 self._begun.add(exchange)
-                self._run_exchange(
-                    ExchangeExecution(self._hook, exchange, execution.bucket, self._group)
-                )
+                self._run_exchange(ExchangeExecution(exchange, execution))
 
     def _run_exchange(self, execution: ExchangeExecution) -> None:
         try:
@@ -178,8 +176,7 @@ class StreamRunner(Runner):
                 result = self._run(execution)
                 execution.future.set_result(result)
         except CommHookError as error:
-            execution.close()
-            execution.fail(error)
+            execution.abort(error)
             return
         execution.record(self.collector)
 
@@ -201,7 +198,7 @@ class StreamRunner(Runner):
             except Exception as error:
                 if isinstance(error, CommHookPeerError) or is_peer_loss(error):
                     raise execution.peer_error(None, error) from error
-                failure = execution.refuse(error)
+                failure = execution.throw(error)
                 raise failure from failure.__cause__
             execution.end_stage()
             execution.count_bytes(collective)
@@ -209,10 +206,10 @@ class StreamRunner(Runner):
 
     def _group_of(self, ranks: tuple[int, ...], execution: HookExecution) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""
-        is_exchange = isinstance(execution, ExchangeExecution)
-        if self._group.size() == 1 or not (ranks or is_exchange):
+        if self._group.size() == 1 or not (ranks or execution.is_exchange):
             return self._group
-        return self._private_groups("exchanges" if is_exchange else "steps").open(0, ranks)
+        purpose = "exchanges" if execution.is_exchange else "steps"
+        return self._private_groups(purpose).open(0, ranks)
 
     def _private_groups(self, purpose: str) -> PrivateGroups:
         if purpose not in self._private:

@@ -1,29 +1,22 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.errors import CommHookError
 from commhooks.hook.base import tree
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
-from commhooks.runtime.execution import (
-    EndOfStep,
-    ExchangeExecution,
-    HookExecution,
-)
+from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.hook_thread import HookThread
 from commhooks.runtime.runner import Runner
-from commhooks.runtime.scheduler import HookScheduler
-from commhooks.runtime.side_stream import SideStream
+from commhooks.runtime.step_scheduler import StepScheduler
+from commhooks.runtime.waiters import Waiters
 from reducer import GradBucket
 
 _GRACE_SECONDS = 2.0
@@ -43,25 +36,26 @@ class ThreadedRunner(Runner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        groups = StageGroups(self._group, self._token)
-        self._thread = thread = HookThread("commhooks", groups, self._stream)
-
-        # No function may refer to self, because the threads must not keep the runner alive.
-        def continue_after(exchange: ExchangeExecution) -> None:
-            thread.call(lambda: scheduler.continue_after(exchange))
-
-        self._exchanges = _Exchanges(self._group, self._token, self._stream, continue_after)
-        self._scheduler = scheduler = HookScheduler(
+        rank, stream = self._group.rank(), self._stream
+        groups = StageGroups(self._group, self._token, purpose="exchanges")
+        self._exchanges = exchanges = ExchangeScheduler(rank, groups, Waiters(stream))
+        self._exchange_thread = HookThread(
+            "commhooks-exchange", exchanges, stream, _EXCHANGE_GRACE_SECONDS
+        )
+        self._steps = steps = StepScheduler(
             self._hook,
             self._group,
-            groups,
-            self._stream,
+            StageGroups(self._group, self._token),
+            Waiters(stream),
+            stream,
             self.collector,
-            thread.watch,
-            self._exchanges,
+            exchanges,
+            self._exchange_thread,
         )
-        thread.serve(scheduler.executor, _GRACE_SECONDS)
-        self._finalizer = weakref.finalize(self, _stop, (thread, self._exchanges))
+        self._thread = thread = HookThread("commhooks", steps, stream, _GRACE_SECONDS)
+        # No function may refer to self, because the threads must not keep the runner alive.
+        exchanges.on_end = lambda ended: thread.call(lambda: steps.continue_after(ended))
+        self._finalizer = weakref.finalize(self, _close, thread, self._exchange_thread)
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
@@ -70,7 +64,7 @@ class ThreadedRunner(Runner):
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect these stage groups, before the threads start."""
-        self._thread.groups.connect(stages)
+        self._steps.groups.connect(stages)
         if any(each.has_exchanges for each in tree(self._hook)):
             self._exchanges.groups.connect(stages)
 
@@ -81,19 +75,18 @@ class ThreadedRunner(Runner):
         return self._launch(EndOfStep(self._hook, bucket, self._group))
 
     def abandon(self) -> None:
-        self._thread.call(self._scheduler.end_early)
+        self._thread.call(self._steps.abort_incomplete)
 
-    def flush(self) -> None:
-        exchanges, thread, over = self._exchanges, self._thread, threading.Event()
-        if thread.is_alive():
-            # A round trip, so that this thread has recorded them before it returns.
-            thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
-            over.wait()
+    def drain(self) -> None:
+        self._thread.wait()  # so that exchanges of the last step have been handed over,
+        self._exchange_thread.wait()  # and have begun
+        self._exchange_thread.wait(self._exchanges.is_idle)
+        self._thread.wait()  # so that they have been recorded
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the threads, which have nothing to do."""
-        self.flush()
+        self.drain()
         with self._stream.forked():
             yield
 
@@ -104,57 +97,11 @@ class ThreadedRunner(Runner):
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
         execution.launch(self._stream, timed=True)
-        scheduler, future = self._scheduler, execution.future
-        self._thread.call(lambda: scheduler.launch(execution))
+        steps, future = self._steps, execution.future
+        self._thread.call(lambda: steps.launch(execution))
         return future
 
 
-class _Exchanges(HookThread):
-    """The thread of exchanges, as the thread of steps sees it. It starts with the first one."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        token: int,
-        stream: SideStream,
-        on_end: Callable[[ExchangeExecution], None],
-    ) -> None:
-        groups = StageGroups(group, token, purpose="exchanges")
-        super().__init__("commhooks-exchange", groups, stream)
-        self._scheduler = ExchangeScheduler(group.rank(), groups, self.watch, on_end)
-        self.serve(self._scheduler.executor, _EXCHANGE_GRACE_SECONDS)
-        self._are_dropped = threading.Event()
-        self._are_dropped.set()
-
-    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
-        self.call(lambda: self._scheduler.begin(exchanges))
-
-    def drop(self, error: CommHookError) -> None:
-        if self.is_alive():
-            self.groups.publish(str(error))  # at once: the thread may wait for peers
-            self._are_dropped.clear()
-            self.call(lambda: self._drop(error))
-        else:
-            self._scheduler.drop_all(error)
-
-    def settle(self) -> None:
-        while self.is_alive() and not self._are_dropped.wait(1.0):
-            pass
-
-    def _drop(self, error: CommHookError) -> None:
-        try:
-            self._scheduler.drop_all(error)
-        finally:
-            self._are_dropped.set()
-
-    def when_idle(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once the exchanges that have begun are over."""
-        if self.is_alive():
-            self.call(lambda: self._scheduler.when_idle(function))
-        else:
-            function()
-
-
-def _stop(threads: Sequence[HookThread]) -> None:
+def _close(*threads: HookThread) -> None:
     for thread in threads:
-        thread.stop()
+        thread.close()

@@ -290,7 +290,7 @@ def cost(context: RuleContext) -> Problems:
     hook.reduce = note
     trainer = context.trainer(hook, stable_buckets=True)
     context.train(trainer)
-    trainer.handle.adapter.flush()  # exchanges send as well
+    trainer.handle.adapter.drain()  # exchanges send as well
     for bucket in trainer.handle.stats().buckets:
         of_steps = expected[bucket.names]
         if None in of_steps or bucket.wire_bytes is None:

@@ -93,7 +93,7 @@ def train(rank: int, size: int, names: list[str]) -> dict[str, tuple[float, floa
             for optimizer in optimizers:
                 optimizer.step()
             losses.append(loss.item())
-        handle.adapter.flush()
+        handle.adapter.drain()
         sent = handle.stats().total.wire_bytes
         assert sent is not None
         found[name] = (sent * steps, sum(losses[:5]), sum(losses[-5:]))

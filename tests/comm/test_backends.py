@@ -94,7 +94,7 @@ def train(hook: str, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
-    handle._adapter.flush()
+    handle._adapter.drain()
     parameters = [p.detach().clone() for p in net.parameters()]
     if group is not None:
         runner = handle._adapter._runner

@@ -136,7 +136,7 @@ def fail_late(rank: int, size: int, keeps: bool) -> None:
         take_steps(trainer, rank, range(2, 4))
     assert "in the exchange that it began on bucket" in str(caught.value)
     if keeps:
-        with pytest.raises(commhooks.CommHookError, match="dropped because a step failed"):
+        with pytest.raises(commhooks.CommHookError, match="aborted because a step failed"):
             take_steps(trainer, rank, range(4, 5 + DELAY))
         return
     # Those that began before the failure are gone.
@@ -175,6 +175,43 @@ def await_at_once(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exchange_cannot_be_awaited_in_its_own_step(run_ranks: Any, size: int) -> None:
     run_ranks(await_at_once, size)
+
+
+@dataclass
+class Nested(commhooks.CommHook):
+    """Await an exchange in another one."""
+
+    begun: Exchange | None = field(default=None, init=False, repr=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        async def nothing(comm: commhooks.Communicator) -> Tensor:
+            return torch.zeros(1)
+
+        async def something(comm: commhooks.Communicator) -> Tensor:
+            return await first
+
+        if bucket.index() == 0:
+            if self.begun is not None:
+                await self.begun
+            first = comm.begin(nothing)
+            self.begun = comm.begin(something)
+        return bucket.buffer()
+
+    def recover(self) -> None:
+        self.begun = None
+
+
+def await_in_an_exchange(rank: int, size: int) -> None:
+    trainer = Trainer(Nested())
+    take_steps(trainer, rank, range(1))
+    with pytest.raises(commhooks.CommHookError, match="can await only what methods of its comm"):
+        take_steps(trainer, rank, range(1, 2))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exchange_cannot_await_another_one(run_ranks: Any, size: int) -> None:
+    """They end in any order."""
+    run_ranks(await_in_an_exchange, size)
 
 
 @dataclass
@@ -217,7 +254,7 @@ def recover_while_busy(rank: int, size: int) -> bool | None:
     return hook.worked_in_recover
 
 
-def test_a_hook_recovers_when_dropped_exchanges_no_longer_run(run_ranks: Any) -> None:
+def test_a_hook_recovers_when_aborted_exchanges_no_longer_run(run_ranks: Any) -> None:
     """They use the state of the hook."""
     assert run_ranks(recover_while_busy, 2) == [False] * 2
 

@@ -17,7 +17,7 @@ from support.simulated_steps import ALL, Fault, Plan, Program, run_steps
 from commhooks import CommHookError, CommHookPeerError
 from commhooks.comm.issue_order import in_turn
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.runtime.scheduler import HookScheduler, Phase, StepState
+from commhooks.runtime.step_scheduler import Phase, StepScheduler, StepState
 
 STEPS = 3
 seeds = st.integers(0, 2**32)
@@ -163,14 +163,14 @@ def test_the_vote_needs_no_connection_of_its_own() -> None:
 
 def test_a_second_error_is_not_another_failure() -> None:
     """Peers count the failed step once, so this rank must as well."""
-    groups, hook = mock.create_autospec(StageGroups, instance=True), mock.Mock()
-    exchanges = mock.Mock()
-    scheduler = HookScheduler(hook, mock.Mock(), groups, *(mock.Mock() for _ in "scw"), exchanges)
-    scheduler.fail(CommHookError("first"))
-    scheduler.fail(CommHookError("second"))
+    groups = mock.create_autospec(StageGroups, instance=True)
+    others = [mock.Mock() for _ in range(5)]
+    scheduler = StepScheduler(mock.Mock(), mock.Mock(), groups, *others)
+    scheduler.abort(CommHookError("first"))
+    scheduler.abort(CommHookError("second"))
     groups.publish.assert_called_once_with("first")
     groups.abandon.assert_called_once()
-    exchanges.drop.assert_called_once()
+    assert others[-1].call.call_count == 1  # aborts the exchanges
 
 
 @in_any_order
@@ -234,13 +234,13 @@ def test_an_exchange_that_fails_fails_the_step_that_awaits_it(
         assert all(f"ValueError: {fault.text}" in str(error) for error in errors[plan.delay])
         if found != rank:  # which may hear from another one before it awaits its own
             assert all(isinstance(error, CommHookPeerError) for error in errors[plan.delay])
-    if not plan.once:  # those that began before the failure were dropped
+    if not plan.once:  # those that began before the failure were aborted
         assert outcome.taken[0] >= 2 * (steps - 1 - 2 * plan.delay)
 
 
 @in_any_order
 @given(st.data(), st.integers(2, 3), seeds)
-def test_a_step_that_fails_drops_the_exchanges_of_all_ranks(
+def test_a_step_that_fails_aborts_the_exchanges_of_all_ranks(
     data: Any, size: int, seed: int
 ) -> None:
     program = [[ALL], [ALL]]
@@ -265,7 +265,7 @@ def test_nobody_waits_for_an_exchange_that_fails_and_is_not_awaited(
     assert outcome.errors == [[[]] * 2] * size
 
 
-def test_a_dropped_exchange_does_not_hold_up_later_ones() -> None:
+def test_an_aborted_exchange_does_not_hold_up_later_ones() -> None:
     """In one of twenty orders, one is still pending when those that began after it get a turn."""
     fault = Fault(rank=0, step=2, bucket=1, stage=0)
     for seed in range(100):

@@ -103,7 +103,7 @@ def test_threads_enter_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures
 
 
-def test_a_flush_waits_for_steps_and_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_waits_for_steps_and_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a saved state would be copied while the exchange stream writes it."""
     awaited: list[FakeStream] = []
     current = SimpleNamespace(wait_event=awaited.append)
@@ -111,13 +111,13 @@ def test_a_flush_waits_for_steps_and_exchanges(monkeypatch: pytest.MonkeyPatch) 
         Stream=FakeStream, accelerator=SimpleNamespace(current_stream=lambda _: current)
     )
     monkeypatch.setattr(side_stream, "torch", fake)
-    flushed = object.__new__(StreamRunner)
-    flushed._stream, flushed._exchange_stream = (
+    drained = object.__new__(StreamRunner)
+    drained._stream, drained._exchange_stream = (
         SideStream(torch.device("cuda", 0)) for _ in range(2)
     )
-    flushed._failure = None
-    flushed.flush()
-    assert awaited == [flushed._stream._stream, flushed._exchange_stream._stream]
+    drained._failure = None
+    drained.drain()
+    assert awaited == [drained._stream._stream, drained._exchange_stream._stream]
 
 
 # ------------------------------------------------------------------- order on the model's group

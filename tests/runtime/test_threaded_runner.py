@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import commhooks
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.runtime import executor
+from commhooks.runtime import scheduler
 from commhooks.testing import RankError
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
@@ -122,7 +122,7 @@ def train_without_order(rank: int, size: int) -> bool:
         return [each for each in reversed(unfinished) if each.pending is not None]
 
     open_group = StageGroups.open
-    executor.in_turn = at_once
+    scheduler.in_turn = at_once
     StageGroups.open = open_first
     return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
 

@@ -1,6 +1,6 @@
 """Steps of several ranks in one process: the real scheduler on simulated connections.
 
-Each rank has a :class:`HookScheduler` and an :class:`ExchangeScheduler` with real executions,
+Each rank has a :class:`StepScheduler` and an :class:`ExchangeScheduler` with real executions,
 communicators and stage groups, each on a thread. Below them, the store and Gloo are simulated, and
 one thread runs at a time. Whenever it waits, and at every access to the store, a random generator
 decides which one goes on, and with which event: the launch of its next bucket, a call from the
@@ -25,11 +25,12 @@ from torch import Tensor
 import commhooks
 from commhooks.comm import stage_groups
 from commhooks.comm.exchange import Exchange
+from commhooks.comm.stage_groups import StageKey
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
-from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
-from commhooks.runtime.scheduler import HookScheduler
+from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
+from commhooks.runtime.step_scheduler import StepScheduler
 from support.simulated_connections import Connection, Group, Store, Work
 
 Program = Sequence[Sequence[tuple[int, ...]]]
@@ -329,11 +330,20 @@ class _Actor(ABC):
         self.completed.remove(function)
         function()
 
-    def _watch(self, work: Any, function: Callable[[], None], group: Any) -> None:
-        work.then = function
+    def call(self, function: Callable[[], None]) -> None:
+        """As :class:`HookThread` does."""
+        self.calls.append(function)
+
+    def watch(self, key: StageKey, work: Any) -> None:
+        """As :class:`Waiters` do."""
+        work.then = functools.partial(self._continue, key)
         self.works.append(work)
         if work.is_over:
-            self.completed.append(function)
+            self.completed.append(work.then)
+
+    @abstractmethod
+    def _continue(self, key: StageKey) -> None:
+        """Let the scheduler continue after a collective."""
 
 
 class _Exchanges(_Actor):
@@ -341,23 +351,21 @@ class _Exchanges(_Actor):
 
     def __init__(self, rank: "_Rank") -> None:
         super().__init__(rank.world)
-        self.groups = stage_groups.StageGroups(rank.group, token=7, purpose="exchanges")
-        self.scheduler = ExchangeScheduler(rank.rank, self.groups, self._watch, rank.continue_after)
+        groups = stage_groups.StageGroups(rank.group, token=7, purpose="exchanges")
+        self.scheduler = ExchangeScheduler(rank.rank, groups, self)
+        self.scheduler.on_end = rank.continue_after
 
     @property
     def is_finished(self) -> bool:
-        return not (
-            self.calls or self.completed or self.is_paused or self.scheduler.executor.unfinished
-        )
+        return not (self.calls or self.completed or self.is_paused or self.scheduler.unfinished)
 
-    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
-        self.calls.append(lambda: self.scheduler.begin(exchanges))
+    def is_alive(self) -> bool:
+        return True
 
-    def drop(self, error: commhooks.CommHookError) -> None:
-        self.groups.publish(str(error))
-        self.calls.append(lambda: self.scheduler.drop_all(error))
+    def _continue(self, key: StageKey) -> None:
+        self.scheduler.complete(key)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Do nothing: exchanges here have no state that recover() changes."""
 
 
@@ -379,28 +387,33 @@ class _Rank(_Actor):
             get_group_store=lambda: Store("", world),
             _get_backend=lambda _: SimpleNamespace(
                 options=SimpleNamespace(
-                    _timeout=SimpleNamespace(total_seconds=lambda: 1.0), _devices=[]
+                    _timeout=SimpleNamespace(total_seconds=lambda: 600.0), _devices=[]
                 )
             ),
         )
         self.exchanges = _Exchanges(self)
-        self.scheduler = HookScheduler(
+        threads: Any = self, self.exchanges  # in place of Waiters and a HookThread
+        self.scheduler = StepScheduler(
             self.hook,
             self.group,
             stage_groups.StageGroups(self.group, token=7),
+            threads[0],
             SideStream(torch.device("cpu")),
             StatsCollector(),
-            self._watch,
-            self.exchanges,
+            self.exchanges.scheduler,
+            threads[1],
         )
 
     @property
     def is_finished(self) -> bool:
         return self.step == self.world.steps and not self.unfinished and not self.is_paused
 
-    def continue_after(self, exchange: ExchangeExecution) -> None:
+    def continue_after(self, exchange: HookExecution) -> None:
         """Called on the thread of exchanges."""
-        self.calls.append(lambda: self.scheduler.continue_after(exchange))
+        self.call(lambda: self.scheduler.continue_after(exchange))
+
+    def _continue(self, key: StageKey) -> None:
+        self.scheduler.complete(key)
 
     def events(self) -> Iterator[tuple[_Actor, Callable[[], None] | None]]:
         yield from super().events()
@@ -413,7 +426,7 @@ class _Rank(_Actor):
         step, index, count = self.step, self.bucket, len(self.world.program)
         if self._ends_early(step, index):
             self._next_step()
-            self.scheduler.end_early()
+            self.scheduler.abort_incomplete()
             return
         if not self.world.knows_last:
             count += 1
