@@ -241,13 +241,13 @@ class Communicator:
             lambda: wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
         )
 
-    def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> PendingCollective:
+    def sendrecv(self, tensor: Tensor, send_to: int, receive_from: int) -> PendingCollective:
         """Send ``tensor`` to one rank of the group. Return that of another one, of equal shape.
 
         All ranks take part: each receives from the rank that sends to it, which may be itself. On
         Gloo and NCCL each rank sends one message, whatever the size of the group.
         """
-        collective = self._push("exchange", tensor, send_to, [receive_from])
+        collective = self._push("sendrecv", tensor, send_to, [receive_from])
         assert collective.result is not None
         collective.result = collective.result[0]
         return collective
@@ -255,7 +255,7 @@ class Communicator:
     def push(self, tensor: Tensor, send_to: int, receive_from: Sequence[int]) -> PendingCollective:
         """Send ``tensor`` to one rank. Return those of ``receive_from``: ``(k, *tensor.shape)``.
 
-        Like :meth:`exchange`, but a rank may receive any number of messages, including none. All
+        Like :meth:`sendrecv`, but a rank may receive any number of messages, including none. All
         ranks take part. ``receive_from`` must be exactly the ranks that send to this one, in
         ascending order.
         """

@@ -11,7 +11,7 @@ rounds:
     reduce_scatter   an all-reduce whose result is sliced   2·(N-1)/N·S    2·(N-1)
     all_gather       ring                                   (N-1)·S        N-1
     all_to_all       a message to each other rank           (N-1)/N·S      1, of N-1 messages
-    exchange, push   one message                            S              1
+    sendrecv, push   one message                            S              1
     broadcast        binomial tree, by its root             ⌈log2 N⌉·S     ⌈log2 N⌉
     vote             dissemination barrier                  nothing        ⌈log2 N⌉
 
@@ -32,7 +32,7 @@ these numbers of hops inside nodes and between nodes:
     all_gather       ring    (N-1)·S         N-n, n-1
     broadcast        ring    S               N-n, n-1
     all_to_all       pairs   (N-1)/N·S       a hop for every 8 peers, which are served together
-    exchange, push   pairs   S               1
+    sendrecv, push   pairs   S               1
 
 NCCL runs on the GPU: it takes no time of a CPU core here, and the GPU's own time is part of the
 rates. Nothing of this has been measured, because no machine with two GPUs was available.
@@ -176,7 +176,7 @@ class Gloo:
                 return ring(nbytes, size - 1)
             case "all_to_all":
                 return shape.pairs((size - 1) / size * nbytes, size - 1)
-            case "exchange" | "push":
+            case "sendrecv" | "push":
                 return shape.pairs(nbytes, 1)
             case "broadcast" | "vote":  # a vote has no bytes
                 inner = math.ceil(math.log2(shape.per_node))
@@ -236,7 +236,7 @@ class NCCL:
                 return ring(nbytes)
             case "all_to_all":
                 return pairs((size - 1) / size * nbytes, size - 1)
-            case "exchange" | "push":
+            case "sendrecv" | "push":
                 return pairs(nbytes, 1)
         raise _unknown(collective)
 

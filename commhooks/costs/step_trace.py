@@ -21,7 +21,7 @@ _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_gather": wire.all_gather_bytes,
     "all_to_all": wire.all_to_all_bytes,
     "broadcast": lambda nbytes, size: wire.broadcast_bytes(nbytes, size, is_root=True),
-    "exchange": lambda nbytes, size: nbytes if size > 1 else 0,
+    "sendrecv": lambda nbytes, size: nbytes if size > 1 else 0,
     "push": lambda nbytes, size: nbytes if size > 1 else 0,
 }
 

@@ -35,7 +35,7 @@ class Everything(commhooks.CommHook):
         await run("exchanged parts", comm.all_to_all(parts.clone()))
         await run("scattered", comm.reduce_scatter(parts.clone()))
         await run("broadcast", comm.broadcast(own.clone(), root=size - 1))
-        await run("shifted", comm.exchange(own, (rank + 1) % size, (rank - 1) % size))
+        await run("shifted", comm.sendrecv(own, (rank + 1) % size, (rank - 1) % size))
         sources = list(range(size)) if rank == 0 else []
         await run("pushed", comm.push(own, 0, sources))
         await run("nothing pushed", comm.push(own[:0], (rank + 1) % size, [(rank - 1) % size]))
@@ -120,7 +120,7 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
         (lambda: comm.broadcast(strided), "broadcast: expected a contiguous"),
         (lambda: comm.all_to_all(torch.tensor(1.0)), "expected dimension 0"),
         (lambda: comm.broadcast(torch.ones(2), root=1), "root to be a rank of the group, 0 to 0"),
-        (lambda: comm.exchange(torch.ones(2), -1, 0), "send_to to be a rank"),
+        (lambda: comm.sendrecv(torch.ones(2), -1, 0), "send_to to be a rank"),
         (lambda: comm.push(torch.ones(2), 0, [0, 1]), "receive_from to be a rank.*found 1"),
         (lambda: comm.push(torch.ones(2), 0, []), "sends to itself also receives from itself"),
         (lambda: comm.push(torch.ones(2), 0, [0, 0]), r"ascending order, found \[0, 0\]"),

@@ -31,7 +31,7 @@ def collective(operation: str, nbytes: float, size: int, ranks_per_node: int = 1
         ("reduce_scatter", 2 * 3 * 250, 6, 6),
         ("all_gather", 3 * 1000, 3, 3),
         ("all_to_all", 3 * 250, 3, 1),
-        ("exchange", 1000, 1, 1),
+        ("sendrecv", 1000, 1, 1),
         ("push", 1000, 1, 1),
         ("broadcast", 2 * 1000, 2, 2),
         ("vote", 0, 2, 2),
@@ -61,7 +61,7 @@ def test_in_an_all_to_all_the_ranks_of_a_node_share_its_link():
 
 
 @pytest.mark.parametrize("backend", [GLOO, NCCL()], ids=["gloo", "nccl"])
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all", "exchange"])
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all", "sendrecv"])
 def test_parallel_groups_share_the_links_of_their_nodes(backend, operation):
     one, two = (
         backend.cost(Collective(operation, 1e6, Members(1, spans_nodes=True, parallel=n)), NODES)
@@ -101,7 +101,7 @@ def test_nccl_uses_a_tree_for_few_bytes_and_a_ring_for_many():
         ("reduce_scatter", 3 * 250),
         ("all_gather", 3 * 1000),
         ("all_to_all", 3 * 250),
-        ("exchange", 1000),
+        ("sendrecv", 1000),
         ("push", 1000),
         ("broadcast", 1000),
     ],

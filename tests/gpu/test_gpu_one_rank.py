@@ -27,7 +27,7 @@ def collectives(comm: Communicator, given: Tensor) -> dict[str, PendingCollectiv
         "all_to_all": comm.all_to_all(given),
         "reduce_scatter": comm.reduce_scatter(given),
         "broadcast": comm.broadcast(given.clone()),
-        "exchange": comm.exchange(given, 0, 0),
+        "sendrecv": comm.sendrecv(given, 0, 0),
         "push": comm.push(given, 0, [0]),
     }
 
@@ -38,7 +38,7 @@ def sends_to_itself(rank: int, size: int, device: str, dtype: torch.dtype, numel
     given = (torch.arange(numel, device=device) % 2).to(dtype)
     for name, pending in collectives(Communicator(group, step=0, key="key"), given).items():
         assert pending.result is not None
-        if name in ("all_gather", "all_to_all", "reduce_scatter", "exchange", "push"):
+        if name in ("all_gather", "all_to_all", "reduce_scatter", "sendrecv", "push"):
             pending.result.fill_(1)  # on one rank a communicator has copied it already
         pending.is_awaited = True
         pending.run(group)

@@ -52,7 +52,7 @@ class TwoLevels(commhooks.CommHook):
         self._pause(bucket, comm, "back")
         await pair.broadcast(buffer)
         self._pause(bucket, comm, "on")
-        last = await comm.exchange(buffer, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+        last = await comm.sendrecv(buffer, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
         assert torch.equal(last, buffer)
         return last.div_(comm.size)
 

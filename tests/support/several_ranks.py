@@ -97,7 +97,7 @@ def every_collective(rank: int, size: int, device: str, dtype: torch.dtype) -> N
             ("all_to_all", comm.all_to_all(own), rows.view(size, size, -1)[:, rank].flatten()),
             ("reduce_scatter", comm.reduce_scatter(own), rows.sum(0).view(size, -1)[rank]),
             ("broadcast", comm.broadcast(own.clone(), size - 1), rows[-1]),
-            ("exchange", comm.exchange(own, *ring), rows[rank - 1]),
+            ("sendrecv", comm.sendrecv(own, *ring), rows[rank - 1]),
             ("push", comm.push(own, 0, to_first), rows[to_first]),
         ]:
             pending.is_awaited = True

@@ -7,11 +7,11 @@ parameters x and gradients g::
     def step(x, g, t):
         target, source = partners(i, t)       # one permutation of the ranks per step
         if what == "gradients":               # x_i(t+1) = x_i(t) - u(Σ_j A_ij g_j(t))
-            g = (g + exchange(g, send_to=target, receive_from=source)) / 2
+            g = (g + sendrecv(g, send_to=target, receive_from=source)) / 2
         if average_every > 0 and t > 0 and t % average_every == 0:
             x = all_reduce(x) / N
         elif what == "parameters":            # x_i(t+1) = Σ_j A_ij x_j(t) - u(g_i(t))
-            x = (x + exchange(x, send_to=target, receive_from=source)) / 2
+            x = (x + sendrecv(x, send_to=target, receive_from=source)) / 2
         return x - u(g)                       # the optimizer's step
 
 A = (I + P)/2 is the mixing matrix of step t, P its permutation (comm/topologies.py). Every row and
@@ -67,7 +67,7 @@ class Gossip(PeerToPeer):
 
     Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
     every ``average_every``-th step one all-reduce of the parameters, in float32 (float64 for
-    float64 parameters): besides the gradients, or instead of the exchange of parameters. A number
+    float64 parameters): besides the gradients, or instead of the parameters themselves. A number
     that is not finite reaches the partner. The hook has no state; with one rank it changes nothing.
     """
 
@@ -91,7 +91,7 @@ class Gossip(PeerToPeer):
             return buffer
         if self.what == "gradients":
             # Halved first, so that sums of large half-precision numbers do not overflow.
-            received = await self._exchange(buffer.div_(2), bucket, comm)
+            received = await self._sendrecv(buffer.div_(2), bucket, comm)
             buffer += received
         if self._averages_in(bucket.step):
             parameters = parameters_of(bucket)
@@ -106,16 +106,16 @@ class Gossip(PeerToPeer):
 
     async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
         own = pack(parameters_of(bucket))
-        difference = (await self._exchange(own, bucket, comm)).sub_(own)
+        difference = (await self._sendrecv(own, bucket, comm)).sub_(own)
         self.measure(bucket.step, difference, partner_of=comm.size)
         store(own.add_(difference, alpha=0.5), parameters_of(bucket))
 
-    def _exchange(
+    def _sendrecv(
         self, tensor: Tensor, bucket: GradBucket, comm: Communicator
     ) -> PendingCollective:
         partners = self.round_of(bucket, comm)
         (source,) = partners.sources(comm.rank)
-        return comm.exchange(tensor, send_to=partners.targets[comm.rank], receive_from=source)
+        return comm.sendrecv(tensor, send_to=partners.targets[comm.rank], receive_from=source)
 
     @property
     def changes_parameters(self) -> bool:

@@ -1,4 +1,4 @@
-"""Messages of sparse hooks: the elements that a rank sends, their exchange, and the commit.
+"""Messages of sparse hooks: the elements that a rank sends, their all-gather, and the commit.
 
 Each rank sends one message of bytes. Its size follows from the number of elements in the bucket and
 the number of elements sent:
@@ -103,7 +103,7 @@ async def gather(
     comm: Communicator,
     codec: BlockCodec | None = None,
 ) -> GatheredVectors:
-    """Exchange the sparse vectors of all ranks in one all-gather, padded to the longest.
+    """All-gather the sparse vectors of all ranks, padded to the longest.
 
     ``counts`` holds the number of values on each rank. If all are zero, nothing is sent. With a
     codec, which rounds the values, those that arrive are float32, or float64 if they were.
