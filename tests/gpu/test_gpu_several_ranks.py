@@ -6,11 +6,11 @@ from support.several_ranks import RUNS, check
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler
 
 
-@pytest.mark.parametrize("name", (name for name, (_, size) in RUNS.items() if size == 2))
+@pytest.mark.parametrize("name", [name for name, (_, size) in RUNS.items() if size == 2])
 def test_2_ranks(name: str) -> None:
     check(name, "cuda", "nccl")
 
 
-@pytest.mark.parametrize("name", (name for name, (_, size) in RUNS.items() if size == 4))
+@pytest.mark.parametrize("name", [name for name, (_, size) in RUNS.items() if size == 4])
 def test_4_ranks(name: str) -> None:
     check(name, "cuda", "nccl")
