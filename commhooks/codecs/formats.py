@@ -6,6 +6,7 @@ which the loops in csrc/codecs and the CUDA kernels are compiled.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,7 @@ class Norm(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(ABC):
     """The mapping from the numbers of a block to codes of ``bits`` bits.
 
     ``codes`` is the name of a C++ struct in kernels/codecs/formats.h. ``norm`` is what ``scale``
@@ -49,24 +50,24 @@ class Format:
     is_vote: bool = False
     group: int = 0
 
+    @abstractmethod
     def numbers(self) -> Tensor:
         """Return the number of each code, to be multiplied by the scales."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scale(self, largest: Tensor, norm: Tensor) -> Tensor:
         """Return the scales of blocks with these largest magnitudes and norms."""
-        raise NotImplementedError
 
+    @abstractmethod
     def code(self, ratio: Tensor, random: "BlockRandom") -> Tensor:
         """Return the codes, uint8, of numbers that were divided by their scales.
 
         Those of blocks without a scale are not used.
         """
-        raise NotImplementedError
 
     def group_code(self, ratio: Tensor) -> Tensor:
         """Return the codes, uint8, of groups with these largest magnitudes over the scale."""
-        raise NotImplementedError
+        raise ValueError(f"the format {self.codes} has no groups")
 
     def group_scales(self) -> Tensor:
         """Return the scale of a group for each code, as a multiple of the scale of the block."""

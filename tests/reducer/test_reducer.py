@@ -311,7 +311,7 @@ BAD_HOOKS: dict[str, tuple[HookFn, type[Exception], str]] = {
     "returns no future": (
         lambda state, bucket: bucket.buffer(),
         RuntimeError,
-        "must return a torch.futures.Future object, but got.*Tensor",
+        "Expected the communication hook to return a torch.futures.Future, found.*Tensor",
     ),
     "returns a list": (completed(lambda b: [b]), TypeError, "one tensor, found.*list"),
     "returns None": (completed(lambda b: None), TypeError, "one tensor, found.*NoneType"),

@@ -120,7 +120,7 @@ std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>
       const std::string found = py::repr(py::type::of(answer)).cast<std::string>();
       PyErr_Format(
           PyExc_RuntimeError,  // as in torch
-          "The communication hook's callback must return a torch.futures.Future object, but got %s.",
+          "Expected the communication hook to return a torch.futures.Future, found %s.",
           found.c_str());
       throw py::error_already_set();
     }
