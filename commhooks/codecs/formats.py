@@ -65,7 +65,7 @@ class Format(ABC):
         Those of blocks without a scale are not used.
         """
 
-    def group_code(self, ratio: Tensor) -> Tensor:
+    def group_code(self, ratio: Tensor) -> Tensor:  # noqa: ARG002
         """Return the codes, uint8, of groups with these largest magnitudes over the scale."""
         raise ValueError(f"the format {self.codes} has no groups")
 
