@@ -50,10 +50,11 @@ PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootd
           "--confcutdir", ".", "-p", "no:cacheprovider", "-p", "bench.gpu.unfinished")  # fmt: skip
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
 SEVERAL = "tests/gpu/test_gpu_several_ranks.py"
+GRAPHS = "tests/gpu/test_gpu_graphs.py"
 ONE_RANK = "tests/gpu/test_gpu_one_rank.py"
 TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
          "tests/kernels/test_no_waiting.py", f"--ignore={CONFORMANCE}",
-         f"--ignore={SEVERAL}")  # fmt: skip
+         f"--ignore={SEVERAL}", f"--ignore={GRAPHS}")  # fmt: skip
 # Tests of kernels for compute-sanitizer: one small test of each kind, because it is slow, and none
 # with CUDA graphs, whose memory it cannot tell apart.
 FEW = ("same_bytes_for_all and float32", "aligned", "more_tensors", "normal and float32",
@@ -118,6 +119,7 @@ def stages() -> list[Stage]:
                   may_time_out=not workers)
             for number in (2, 4)
         ),
+        Stage("graphs", (*tests, GRAPHS), 200, kernels, may_time_out=not workers),
         Stage("deaths", (sys.executable, "-m", "bench.gpu.deaths", str(DEATHS)), 230, kernels,
               {"PYTHONPATH": "tests"}, may_time_out=True),
         Stage("links", (sys.executable, "-m", "bench.gpu.links", str(LINKS)), 220, kernels,

@@ -72,6 +72,7 @@ AIMS = (
         "test_training_step", "ratio", 1.0, part="torch"),
     Aim("Python on the host, per bucket and hook", "test_host_time", "microseconds", 60.0,
         unit=" µs"),
+    Aim("replay of a bucket, on the host", "test_replay", "microseconds", 100.0, unit=" µs"),
 )  # fmt: skip
 
 

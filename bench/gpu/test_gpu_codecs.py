@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.test_host_time import test_host_time
+from bench.test_host_time import test_host_time, test_replay
 from bench.test_kernels import test_decode, test_encode, test_selection
 
-__all__ = ["gradients", "test_decode", "test_encode", "test_host_time", "test_selection"]
+__all__ = [
+    *("gradients", "test_decode", "test_encode"),
+    *("test_host_time", "test_replay", "test_selection"),
+]
 
 
 @pytest.fixture(scope="module")

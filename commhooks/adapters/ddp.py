@@ -186,6 +186,6 @@ def _before_step(
 ) -> None:
     own = adapter()
     if own is None or not own.choose_path(hook, runner):
-        runner.check_capture()
+        runner.is_captured(0 if own is None else own.steps)
     if discarded is not None and any(each.state for each in tree(hook)):
         discarded.before_step()

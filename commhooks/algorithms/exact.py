@@ -44,7 +44,7 @@ pages of new memory take longer than the cast."""
 class AllReduce(CommHook):
     """Average exactly, in the gradients' own dtype."""
 
-    capturable = True
+    capturable_from = 0
     lossless = True
     tells_contribution = True
     state_fields = no_state
@@ -72,7 +72,7 @@ class _Half(CommHook):
     """Sum in float32 and round twice, where an all-reduce rounds the sum at each rank. Takes an
     all-to-all and an all-gather, with the same bytes."""
 
-    capturable = True
+    capturable_from = 0
     tells_contribution = True
     state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"
@@ -158,7 +158,7 @@ class Bfloat16(_Half):
 class Noop(CommHook):
     """Send nothing: each rank keeps its own gradients. Measures all costs but communication."""
 
-    capturable = True
+    capturable_from = 0
     consensus = False
     rounds = 0
     state_fields = no_state

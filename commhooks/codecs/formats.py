@@ -37,7 +37,7 @@ class Format(ABC):
     ``codes`` is the name of a C++ struct in kernels/codecs/formats.h. ``norm`` is what ``scale``
     takes; ``levels`` and ``clip`` are options of ``Levels``. With ``is_vote``, several messages
     vote instead of being averaged. ``group``: how many numbers share a scale of one byte, or 0;
-    then blocks are multiples of 128.
+    then blocks are multiples of 128. ``is_stochastic``: whether rounding takes random numbers.
 
     Tensors are float32: scales in the shape (blocks, 1), numbers and codes (blocks, block_size).
     """
@@ -49,6 +49,7 @@ class Format(ABC):
     clip: float = math.inf
     is_vote: bool = False
     group: int = 0
+    is_stochastic: bool = False
 
     @abstractmethod
     def numbers(self) -> Tensor:
@@ -179,7 +180,7 @@ class _Natural(Format):
         return (carried >> 23 | bits >> 24 & 0x80).to(torch.uint8)
 
 
-NATURAL = _Natural(codes="Natural", bits=8)
+NATURAL = _Natural(codes="Natural", bits=8, is_stochastic=True)
 """A sign and a power of two, with unbiased stochastic rounding. The scale is the smallest power of
 two that is not below the largest magnitude of the block. Codes stand for the 127 powers of two from
 1 downwards, and for zero."""
@@ -193,8 +194,6 @@ FORMATS = {name.lower(): each for name, each in globals().items() if isinstance(
 
 @dataclass(frozen=True, kw_only=True)
 class _Levels(Format):
-    is_stochastic: bool
-
     @property
     def _lowest(self) -> int:
         return -self.levels - (self.norm == Norm.SIGNED)

@@ -40,6 +40,7 @@ Note [Capabilities]
 ~~~~~~~~~~~~~~~~~~~
 The last members of :class:`CommHook` say what a hook does beyond averaging. A *flag* is a property
 that is False; a hook assigns True in its class, or defines a property if it depends on options.
+``capturable_from`` is a number or None instead.
 Each hook speaks for itself: where a nested hook counts as well, the framework asks it.
 
 In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
@@ -289,12 +290,14 @@ class CommHook:
     # ----------------------------------------------------------- capabilities: Note [Capabilities]
 
     @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph may capture ``reduce``, together with that of all nested hooks.
+    def capturable_from(self) -> int | None:
+        """The first step in which a CUDA graph may capture ``reduce``; None if it never may.
 
-        It then depends on nothing but the bucket: on no step, random number or state.
+        From then on, ``reduce`` does the same work in each step: it depends on no step, random
+        number or value that the host has read, and changes its state in place. All nested hooks
+        have to be capturable, too.
         """
-        return False
+        return None
 
     @property
     def changes_parameters(self) -> bool:
@@ -419,10 +422,13 @@ def _check_members(cls: type) -> None:
     types, own = inspect.get_annotations(cls), vars(cls)
     for name, member in vars(CommHook).items():
         fits, expected = True, ""
-        if isinstance(member, property) and member.fget.__annotations__["return"] is bool:
-            fits = isinstance(own.get(name, False), bool | property | cached_property)
+        kind = member.fget.__annotations__["return"] if isinstance(member, property) else None
+        if kind in (bool, int | None):
+            fits = isinstance(own.get(name, False), kind | property | cached_property)
             fits &= name not in types or (name in own and "bool" in str(types[name]))
-            expected = "True, False or a property"
+            expected = (
+                "True, False or a property" if kind is bool else "a number, None or a property"
+            )
         elif inspect.isfunction(member) and not name.startswith("_"):
             fits, expected = name not in types and callable(getattr(cls, name)), "a method"
         elif name in ("model_info", "state"):

@@ -128,15 +128,15 @@ class HookExecution:
         self._stages[-1].completed_ns = time.monotonic_ns()
         self.completed = dict(self.issued)  # no more than one is under way
 
-    def record(self, collector: StatsCollector) -> None:
-        """Tell ``collector`` what this execution, which has finished, has cost.
-
-        An exchange adds its bytes to those of the bucket on which it began.
-        """
+    def costs(self) -> Run:
+        """Return what this execution, which has finished, has cost."""
         key, index = self.bucket.key, self.bucket.index()
         times = self._start_ns, time.monotonic_ns()
-        run = Run(key, index, self.comm.wire_bytes, *times, self._stages, self.is_exchange)
-        collector.record(run, self.bucket)
+        return Run(key, index, self.comm.wire_bytes, *times, self._stages, self.is_exchange)
+
+    def record(self, collector: StatsCollector) -> None:
+        """Tell ``collector`` the costs. An exchange adds its bytes to the bucket it began on."""
+        collector.record(self.costs(), self.bucket)
 
     def end_collective(self) -> Exception | None:
         """Drop the collective that has completed, and return its error, if any.

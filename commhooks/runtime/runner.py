@@ -47,24 +47,36 @@ class Runner(ABC):
         self._token = token
         self._stream = SideStream(device)
 
-    is_capturable = False
-    """Whether a CUDA graph may capture the hook's steps."""
-
-    def check_capture(self) -> None:
-        """Raise CommHookError if a CUDA graph captures the current stream and must not.
+    def is_captured(self, step: int) -> bool:
+        """Return whether a CUDA graph captures the current stream; raise if it must not.
 
         A replay runs no Python: it repeats what depended on a step, a seed, or the place of a
         state. Our own wrapper asks before forward, when no stream has been forked yet whose work
         would be left unjoined; where torch's wrapper is used, each bucket asks.
         """
-        if self._device.type != "cuda" or self.is_capturable:
-            return
-        if torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return False
+        if (first := self.capturable_from()) is None:
             raise CommHookError(
                 f"a CUDA graph cannot capture hook {self._hook!r}: it would repeat one step of the "
-                "hook for ever. Expected a hook that declares `capturable`, such as allreduce, "
-                "bf16 or cast, and a process group on NCCL"
+                "hook for ever. Expected a hook that declares `capturable_from`, such as bf16, "
+                "int8 with rounding to nearest, or powersgd, and a process group on NCCL"
             )
+        if step < first or not self.has_run():
+            raise CommHookError(
+                f"a CUDA graph cannot capture step {step} of hook {self._hook!r}: expected step "
+                f"{first} or a later one, after a step without a graph in which the hook has made "
+                "its state; train so far before the capture, and one step after loading a state"
+            )
+        return True
+
+    def capturable_from(self) -> int | None:
+        """Return the first step of the hook that a CUDA graph may capture, None if none."""
+        return None
+
+    def has_run(self) -> bool:
+        """Whether a step without a graph has made what the hook keeps."""
+        return False
 
     @abstractmethod
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:

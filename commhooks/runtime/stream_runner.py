@@ -1,8 +1,10 @@
 """Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.comm.exchange import NOT_BEGUN, Exchange, completed
+from commhooks.comm.exchange import NOT_BEGUN, Exchange, completed, new_future
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import tree
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
+from commhooks.runtime.replays import Replay, Replays
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from reducer import GradBucket
+from reducer.backends import NCCL, family_of
 from reducer.peers import is_peer_loss
 
 SENDS_ALONE = False
@@ -55,7 +59,10 @@ class StreamRunner(Runner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_capturable = all(each.capturable for each in tree(self._hook))
+        self._replays = Replays(self._hook)
+        self._can_capture = _can_capture(self._group, self._device)
+        self._replayed = False
+        """Whether a bucket of this step was replayed."""
         self._private: dict[str, PrivateGroups] = {}  # by purpose
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
@@ -63,14 +70,21 @@ class StreamRunner(Runner):
         self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not aborted
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        self.check_capture()
+        replay = None
+        if not self.is_captured(bucket.step):
+            replay = self._replay_of(bucket)
+        if replay is not None and replay.is_captured:
+            return self._launch(replay, bucket)
         execution = HookExecution(self._hook, bucket, self._group)
-        execution.launch(self._stream, timed=not self.is_capturable)
+        execution.launch(self._stream, timed=self.capturable_from() is None)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
             with self._stream, self._mode():
                 self._recover()
-                result = self._run(execution)
+                if replay is None:
+                    result = self._run(execution)
+                else:
+                    result = self._capture(replay, execution)
         except CommHookError as error:
             self._abort(error)
             return execution.abort(error)  # no variable of this frame may hold the future
@@ -84,8 +98,52 @@ class StreamRunner(Runner):
         if execution.comm.begun:
             self._handed_over.append(execution)
         if bucket.is_last():
-            self._run_exchanges()
+            self._end_step()
         return execution.future
+
+    def capturable_from(self) -> int | None:
+        steps = [each.capturable_from for each in tree(self._hook)]
+        known = [step for step in steps if step is not None]
+        return max(known) if len(known) == len(steps) else None
+
+    def has_run(self) -> bool:
+        return self._replays.has_run()
+
+    def _replay_of(self, bucket: GradBucket) -> Replay | None:
+        """Return the graph that does the work of a step on a bucket, or that is to capture it."""
+        first = self.capturable_from()
+        if not self._can_capture or first is None or bucket.step < first or self._failure:
+            return None
+        return self._replays.of(bucket)
+
+    def _capture(self, replay: Replay, execution: HookExecution) -> Tensor:
+        try:
+            with replay.capture():
+                replay.result = self._run(execution)
+        except CommHookError as error:
+            raise type(error)(
+                f"{error}. A CUDA graph captured it, because the hook declares `capturable_from`; "
+                "COMMHOOKS_CUDA_GRAPHS=0 runs it without graphs"
+            ) from error
+        replay.run = execution.costs()
+        replay.launch()
+        self._replayed = True
+        return replay.result
+
+    def _launch(self, replay: Replay, bucket: GradBucket) -> Future[Tensor]:
+        """Replay the work of an earlier step on a bucket: Note [Replays] in replays.py."""
+        start = time.monotonic_ns()
+        future = new_future(self._device)
+        self._stream.follow(self._stream.mark(), bucket.buffer())
+        with self._stream:
+            replay.launch()
+            future.set_result(replay.result)
+        self._replayed = True
+        ended = replace(replay.run, start_ns=start, end_ns=time.monotonic_ns())
+        self.collector.record(ended, bucket)
+        if bucket.is_last():
+            self._end_step()
+        return future
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect communicators of these ranks, where the model's process group will not do."""
@@ -98,7 +156,7 @@ class StreamRunner(Runner):
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
         """Begin the exchanges of the step. A backend that keeps the order has no vote."""
-        self._run_exchanges()
+        self._end_step()
         return completed(torch.empty(0))
 
     def abandon(self) -> None:
@@ -130,6 +188,7 @@ class StreamRunner(Runner):
         """End the hook's own communicators. The host waits for what is under way."""
         for stream in (self._stream, self._exchange_stream):
             stream.synchronize()
+        self._replays.clear()
         for groups in self._private.values():
             groups.close()
 
@@ -144,6 +203,7 @@ class StreamRunner(Runner):
         self._check()
         if self._failure is not None:
             self._hook.recover()
+            self._replays.clear()
             self._failure = None
 
     def _check(self) -> None:
@@ -158,6 +218,14 @@ class StreamRunner(Runner):
         self._failure = self._failure or str(error)
         self._handed_over.clear()
         self._begun.clear()
+
+    def _end_step(self) -> None:
+        """Begin the exchanges of the step, and let the backend know of its replays."""
+        self._run_exchanges()
+        if self._replayed and self._group.size() > 1:
+            with self._stream:
+                self._group.allreduce([torch.ones(1, device=self._device)])
+        self._replayed = False
 
     def _run_exchanges(self) -> None:
         """Enqueue the exchanges of this step, whose results streams of later steps wait for."""
@@ -216,3 +284,8 @@ class StreamRunner(Runner):
             groups = PrivateGroups(self._group, self._token, self._device, purpose=purpose)
             self._private[purpose] = groups
         return self._private[purpose]
+
+
+def _can_capture(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether CUDA graphs may capture collectives of the group."""
+    return device.type == "cuda" and family_of(group, device) == NCCL

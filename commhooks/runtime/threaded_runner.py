@@ -59,7 +59,7 @@ class ThreadedRunner(Runner):
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        self.check_capture()
+        self.is_captured(bucket.step)
         return self._launch(HookExecution(self._hook, bucket, self._group))
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:

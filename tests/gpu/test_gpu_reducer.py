@@ -47,7 +47,7 @@ class Slow(commhooks.CommHook):
 class Plain(commhooks.CommHook):
     """The average, computed by a coroutine."""
 
-    capturable = True
+    capturable_from = 0
 
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
         return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
@@ -265,14 +265,14 @@ def refused_capture(rank: int, size: int) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         model = DistributedDataParallel(nn.Linear(32, 32).cuda(), stable_buckets=True)
-        commhooks.register(model, "int8")
+        commhooks.register(model, "qsgd")
         x = torch.randn(16, 32, device="cuda")
         for _ in range(5):
             model(x).sum().backward()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with (
-        pytest.raises(commhooks.CommHookError, match="cannot capture hook Int8"),
+        pytest.raises(commhooks.CommHookError, match="cannot capture hook QSGD"),
         torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
         model(x).sum().backward()

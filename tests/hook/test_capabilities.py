@@ -42,7 +42,6 @@ class Wrapper(commhooks.CommHook):
 
 
 FLAGS = (
-    "capturable",
     "changes_parameters",
     "checks_finite",
     "gets_each_once",
@@ -235,8 +234,12 @@ def option(name: str, kind: Any, **default: Any) -> None:
         ("has_exchanges", partial(type, "Method", (Plain,), {"has_exchanges": lambda _: True})),
         ("checks_finite", partial(option, "checks_finite", int)),
         ("checks_finite", partial(option, "checks_finite", "str", checks_finite="x")),
-        ("capturable", partial(option, "capturable", bool, capturable=field(default=True))),
-        ("capturable", partial(option, "capturable", bool)),
+        (
+            "changes_parameters",
+            partial(option, "changes_parameters", bool, changes_parameters=field(default=True)),
+        ),
+        ("changes_parameters", partial(option, "changes_parameters", bool)),
+        ("capturable_from", partial(type, "Text", (Plain,), {"capturable_from": "now"})),
         ("model_info", partial(option, "model_info", str, model_info="x")),
         ("prepare", partial(type, "Value", (Plain,), {"prepare": 3})),
         ("native", partial(type, "Flag", (Plain,), {"native": True})),

@@ -72,7 +72,7 @@ def test_the_page_has_all_members() -> None:
     members = [*vars(commhooks.CommHook), "state"]
     public = {name for name in members if not name.startswith("_")}
     assert sorted(name for table in tables for name in table) == sorted(public)
-    last = members[members.index("capturable") : members.index("notes") + 1]
+    last = members[members.index("capturable_from") : members.index("notes") + 1]
     assert tables[0] == last
     assert len(last) == 12
 

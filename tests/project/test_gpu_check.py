@@ -188,7 +188,16 @@ def test_the_check_ends_in_time_and_builds_first() -> None:
     assert check.SECONDS <= 525
     planned = check.stages()
     assert all(stage.limit_seconds + check.GRACE_SECONDS <= 245 for stage in planned)
-    first = ["build", "kernels", "2 ranks", "4 ranks", "deaths", "links", "conformance nccl"]
+    first = [
+        "build",
+        "kernels",
+        "2 ranks",
+        "4 ranks",
+        "graphs",
+        "deaths",
+        "links",
+        "conformance nccl",
+    ]
     assert [stage.name for stage in planned[: len(first)]] == first
 
 

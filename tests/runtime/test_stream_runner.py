@@ -1,7 +1,6 @@
 """The runner of backends that keep the order of collectives, tested on Gloo."""
 
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import commhooks
 from commhooks.adapters import adapter
 from commhooks.comm.private_groups import PrivateGroups
-from commhooks.hook.base import tree
+from commhooks.hook.spec import hook_spec
 from commhooks.runtime import side_stream, stream_runner, threaded_runner
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stream_runner import StreamRunner
@@ -265,29 +264,43 @@ def test_a_failure_lasts_until_the_restart(run_ranks: Any) -> None:
 
 # ------------------------------------------------------------------------------------- capture
 
-CAPTURABLE = ["allreduce", "bf16", "fp16", "cast:inner=int8", "cast:inner=bf16", "int8", "powersgd"]
+CAPTURABLE_FROM = {
+    "allreduce": 0,
+    "cast:inner=bf16": 0,
+    "cast:inner=qsgd": None,
+    "int8": 0,
+    "int8:stochastic=true": None,
+    "topk:warmup_steps=7": 7,
+    "powersgd:start_step=3": 3,
+    "powersgd:two_sided=false": None,
+    'route:rules=[["*bias",{"name":"topk","warmup_steps":5}]],default=int8': 5,
+    "local_sgd": None,
+}
 
 
-@pytest.mark.parametrize("hook", CAPTURABLE)
+@pytest.mark.parametrize("hook", CAPTURABLE_FROM)
 def test_a_graph_captures_hooks_that_declare_it(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
-    name, _, inner = hook.partition(":inner=")
-    created = commhooks.create(name, **({"inner": inner} if inner else {}))
-    may = all(each.capturable for each in tree(created))
-    assert may == (hook not in ("cast:inner=int8", "int8", "powersgd"))
+    created, first = hook_spec(hook).create(), CAPTURABLE_FROM[hook]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     assert dist.group.WORLD is not None
     try:
         runner = StreamRunner(created, dist.group.WORLD, CPU, 0)
-        runner.check_capture()
+        assert runner.capturable_from() == first
+        assert not runner.is_captured(100)
         runner._device = torch.device("cuda", 0)
         kind = type(created).__name__
-        refused = pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}")
-        with nullcontext() if may else refused:
-            runner.check_capture()
-        runner.is_capturable = False
-        with refused:
-            runner.check_capture()
+        if first is None:
+            with pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}"):
+                runner.is_captured(100)
+            return
+        with pytest.raises(commhooks.CommHookError, match=f"step 100 .*expected step {first} or"):
+            runner.is_captured(100)  # nothing has run, so there is no state yet
+        monkeypatch.setattr(runner, "has_run", lambda: True)
+        assert runner.is_captured(first)
+        if first > 0:
+            with pytest.raises(commhooks.CommHookError, match=f"step {first - 1} "):
+                runner.is_captured(first - 1)
     finally:
         dist.destroy_process_group()
 
@@ -296,7 +309,7 @@ def ask_while_capturing(rank: int, size: int, wrapper: type[nn.Module], is_order
     kind = StreamRunner if is_ordered else threaded_runner.ThreadedRunner
     model = wrapper(nn.Linear(8, 8))
     with patch.object(adapter, "ThreadedRunner", kind):
-        handle = commhooks.register(model, "int8")
+        handle = commhooks.register(model, "qsgd")
     handle.adapter._runner._device = torch.device("cuda", 0)
     with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         if wrapper is TorchDDP:
@@ -315,4 +328,4 @@ def test_runners_ask_before_they_run_a_hook(
     run_ranks: Any, wrapper: type[nn.Module], is_ordered: bool
 ) -> None:
     for message in run_ranks(ask_while_capturing, 2, wrapper, is_ordered):
-        assert "a CUDA graph cannot capture hook Int8" in message
+        assert "a CUDA graph cannot capture hook QSGD" in message

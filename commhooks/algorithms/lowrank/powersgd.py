@@ -147,6 +147,11 @@ class PowerSGD(CommHook):
         self._commit(compressor, halves, buffer)
         return buffer
 
+    @property
+    def capturable_from(self) -> int | None:
+        is_alike = self.warm_start and (self.two_sided or self.rounds % 2 == 0)
+        return self.start_step if is_alike else None
+
     def _sides(self, step: int) -> list[Side]:
         """Return the side that each half step computes. One-sided, steps go on in turn."""
         first = 0 if self.two_sided else step * self.rounds

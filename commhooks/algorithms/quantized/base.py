@@ -111,6 +111,11 @@ class Quantized(KeepsErrors):
         """Return the codec of each rank's own numbers."""
         return BlockCodec(self.number_format(), self.block_size, rotated=self.rotate)
 
+    @property
+    def capturable_from(self) -> int | None:
+        formats = self.number_format(), self.average_format()
+        return None if any(each.is_stochastic for each in formats) else 0
+
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         if not self.error_feedback:
             return ()
@@ -150,7 +155,9 @@ class Quantized(KeepsErrors):
         if own_error is not None:
             average_error = self._average_error(bucket, comm.size, part, own_error)
         keep_residual = self.error_feedback or tells_contribution
-        seed = f"{self.seed}:{bucket.key}:{comm.step}:{comm.rank}"
+        # Without stochastic rounding only the signs of zeros are random: a graph may repeat them.
+        step = comm.step if self.capturable_from is None else "any"
+        seed = f"{self.seed}:{bucket.key}:{step}:{comm.rank}"
         length = part_length(values.numel(), comm.size)
 
         nbytes = self._codec.encoded_bytes(length)

@@ -73,6 +73,11 @@ class SignSGD(Biased):
     error_feedback: bool = True
     """Add the error of a step to the next gradient; otherwise let the ranks vote, without state."""
 
+    @property
+    def capturable_from(self) -> int | None:
+        # Errors take back the random signs of zeros; a vote needs others in each step.
+        return super().capturable_from if self.error_feedback else None
+
     tells_contribution = False  # the result of a vote is not a sum of what the ranks sent
     wire = "1/8 byte per element and 4 per block, in an all-to-all and an all-gather"
     paper = "https://arxiv.org/abs/1901.09847"

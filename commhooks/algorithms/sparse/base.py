@@ -35,6 +35,10 @@ class WarmedUp(SparseHook):
     warmup_density: Annotated[float, Limits(gt=0, le=1)] = 1.0
     """Density of the first step, unless ``density`` is higher."""
 
+    @property
+    def capturable_from(self) -> int | None:
+        return self.warmup_steps
+
     def kept(self, bucket: GradBucket, numel: int) -> int:
         """Return how many of ``numel`` elements of a bucket are sent in its step.
 

@@ -75,6 +75,7 @@ class DeMo(SparseHook):
 
     error_feedback: bool = field(default=True, init=False, repr=False)
 
+    capturable_from = 0
     keeps = "momentum"
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"

@@ -65,6 +65,7 @@ class SharedTopK(WarmedUp):
     """The share of what was not sent in the new error, ScaleCom's low-pass filter. 1 keeps all;
     less is for large batches and learning rates."""
 
+    capturable_from = None  # ranks take turns
     wire = "an all-gather of k/N indices, then an all-reduce of k values"
     paper = "https://arxiv.org/abs/2104.11125"
     rounds = 2

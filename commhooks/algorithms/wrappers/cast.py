@@ -41,7 +41,7 @@ class Cast(CommHook):
     dtype: torch.dtype = torch.bfloat16
     """float16, bfloat16, float32 or float64."""
 
-    capturable = True
+    capturable_from = 0
     tells_contribution = True
     state_fields = no_state
     wire = "what the inner hook sends for gradients of that dtype"

@@ -68,6 +68,7 @@ class ErrorFeedback(CommHook):
     """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
     many steps is forgotten, and averages are biased."""
 
+    capturable_from = 0
     wire = "what the inner hook sends"
     paper = "https://arxiv.org/abs/1901.09847"
 

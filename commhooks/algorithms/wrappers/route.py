@@ -91,7 +91,7 @@ class Route(CommHook):
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""
 
-    capturable = True
+    capturable_from = 0
     lossless = True
     tells_contribution = True
     state_fields = no_state
