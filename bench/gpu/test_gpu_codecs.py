@@ -8,8 +8,12 @@ from bench.test_host_time import test_host_time, test_replay
 from bench.test_kernels import test_decode, test_encode, test_selection
 
 __all__ = [
-    *("gradients", "test_decode", "test_encode"),
-    *("test_host_time", "test_replay", "test_selection"),
+    "gradients",
+    "test_decode",
+    "test_encode",
+    "test_host_time",
+    "test_replay",
+    "test_selection",
 ]
 
 
