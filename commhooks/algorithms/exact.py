@@ -16,7 +16,8 @@ do. In float16, numbers beyond 65504 become infinite on all ranks, as a gradient
 bfloat16 has the range of float32, and 2 digits.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -25,11 +26,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from commhooks.algorithms.bucket_memory import PerBucketCache, part_length
+from commhooks.codecs.rounding import bits_of, round_stochastically
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
+from commhooks.kernels import require
 from commhooks.precision import scaled_cast
 from reducer import GradBucket
 from reducer.native import AverageHook, NativeHook, NoopHook
@@ -84,11 +87,21 @@ class _Half(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        sent = scaled_cast(buffer, 1 / comm.size, self._memory(bucket))
+        place = f"{bucket.key}:{comm.step}:{comm.rank}"
+        sent = self._round(buffer, 1 / comm.size, self._memory(bucket), place)
         comm.contribute(sent)
-        if self.two_shot:
-            return buffer.copy_(await _sum_in_float32(sent, comm))
-        return buffer.copy_(await comm.all_reduce(sent))
+        if not self.two_shot:
+            return buffer.copy_(await comm.all_reduce(sent))
+        total = await _sum_in_float32(sent, comm)
+        average = self._round(
+            total, 1.0, total.new_empty(total.shape, dtype=self.wire_dtype), f"{place}:average"
+        )
+        gathered = await comm.all_gather(average)
+        return buffer.copy_(gathered.view(-1)[: buffer.numel()])
+
+    def _round(self, values: Tensor, scale: float, out: Tensor, place: str) -> Tensor:  # noqa: ARG002
+        """Write ``scale * values`` to ``out`` in half precision. Return it."""
+        return scaled_cast(values, scale, out)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         numel = bucket.buffer().numel()
@@ -125,7 +138,7 @@ class _Half(CommHook):
 
 
 async def _sum_in_float32(values: Tensor, comm: Communicator) -> Tensor:
-    """Return the sum of the flat ``values`` of all ranks, added in float32, in their own dtype."""
+    """Return the sum over ranks of this rank's part of the flat ``values``, added in float32."""
     length = part_length(values.numel(), comm.size)
     padding = comm.size * length - values.numel()
     parts = functional.pad(values, (0, padding)).view(comm.size, length)
@@ -133,8 +146,7 @@ async def _sum_in_float32(values: Tensor, comm: Communicator) -> Tensor:
     total = first.float()
     for part in others:
         total += part
-    sums = await comm.all_gather(total.to(values.dtype))
-    return sums.view(-1)[: values.numel()]
+    return total
 
 
 @register_hook("fp16")
@@ -150,7 +162,32 @@ class Float16(_Half):
 class Bfloat16(_Half):
     """Average in bfloat16: half the bytes of float32, 2 digits, the range of float32."""
 
+    stochastic: bool = False
+    """Round to one of the two neighbors at random, so that the expected value is the number itself.
+    Sums in an all-reduce still round to nearest; with ``two_shot`` nothing does. On a GPU, CuPy is
+    required."""
+    seed: int = field(default=0, kw_only=True)
+    """The seed of random numbers, which also depend on the rank, the step and the bucket."""
+
     wire_dtype = torch.bfloat16
+
+    @property
+    def capturable_from(self) -> int | None:
+        return None if self.stochastic else 0
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raise CommHookError if a device of the parameters cannot run the kernel."""
+        super().prepare(parameters, group)
+        for device in {parameter.device for parameter in parameters.values() if self.stochastic}:
+            require(device)
+
+    def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook | None:
+        return None if self.stochastic else super().native(group, step)
+
+    def _round(self, values: Tensor, scale: float, out: Tensor, place: str) -> Tensor:
+        if not self.stochastic:
+            return super()._round(values, scale, out, place)
+        return round_stochastically(values, scale, out, bits_of(f"{self.seed}:{place}"))
 
 
 @register_hook("noop")

@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-from commhooks.fallback.blocks import CpuBlockCodec, rotate
+from commhooks.fallback.blocks import CpuBlockCodec, rotate, round_stochastically
 from commhooks.fallback.sparse import (
     draw_indices,
     pack_indices,
@@ -30,6 +30,7 @@ __all__ = [
     "draw_indices",
     "pack_indices",
     "rotate",
+    "round_stochastically",
     "scatter_add",
     "select_above",
     "select_largest",

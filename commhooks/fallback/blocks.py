@@ -218,7 +218,19 @@ class BlockRandom:
         return (self.bits() >> 8 & 0xFFFFFF).float().mul_(2.0**-24)
 
 
-# ---------------------------------------------------------------------------------- the rotation
+# ------------------------------------------------------------------------- rounding and rotation
+
+
+def round_stochastically(values: Tensor, scale: float, out: Tensor, seed: int) -> None:
+    """Set out, bfloat16, to scale * values, rounded at random to one of the two neighbors."""
+    warn_once()
+    bits = (values.detach() * scale).view(torch.int32)
+    random = BlockRandom(seed, 0, 1, values.numel()).bits().view(-1)
+    rounded = (bits + (random >> 16 & 0xFFFF)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    truncated = torch.where(is_nan, 0x40, 0) | bits >> 16
+    found = torch.where((rounded & 0x7F80) == 0x7F80, truncated, rounded)
+    out.view(torch.int16).copy_(found)
 
 
 def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool) -> None:

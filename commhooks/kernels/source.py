@@ -101,6 +101,7 @@ LOWRANK = Source(
 )
 MASKED = Source("masked.cu", (kernel_name("copy_if"),))
 ROTATION = Source("rotation.cu", tuple(_of_numbers("rotate")))
+ROUNDING = Source("rounding.cu", (kernel_name("round_stochastically"),))
 SELECTION = Source(
     "selection.cu",
     tuple(_of_numbers("begin", "mark", "refine", "count", "list", "add_and_check")),
@@ -114,4 +115,4 @@ SPARSE = Source(
         *(kernel_name("store_mean", TYPES[wide], element) for element, wide in _WIDE.items()),
     ),
 )
-SOURCES = (BLOCK_CODEC, LOWRANK, MASKED, ROTATION, SELECTION, SPARSE)
+SOURCES = (BLOCK_CODEC, LOWRANK, MASKED, ROTATION, ROUNDING, SELECTION, SPARSE)

@@ -7,9 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import exact
+from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
 
@@ -69,6 +71,37 @@ def sum_in_float32(rank: int, size: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_two_shots_round_twice(run_ranks: Any, name: str, size: int) -> None:
     run_ranks(sum_in_float32, size, name)
+
+
+def averages_of_one_gradient(rank: int, size: int, stochastic: bool) -> dict[str, Tensor]:
+    """Return the mean error of the averages of one gradient over many steps, in its last digits."""
+    trainer = Trainer(commhooks.create("bf16", two_shot=True, stochastic=stochastic))
+    of_all = [draw_gradients(probe_parameters(), each) for each in range(size)]
+    steps = 200
+    results = [trainer.step(of_all[rank]) for _ in range(steps)]
+    found = {}
+    for key, first in results[0].items():
+        exact = torch.stack([gradients[key].double() for gradients in of_all]).mean(0)
+        mean = torch.stack([result[key].double() for result in results]).mean(0)
+        assert not stochastic or first.numel() < 50 or not torch.equal(first, results[1][key])
+        found[key] = mean - exact
+        found[f"{key} now"] = results[-1][key]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_stochastic_rounding_is_right_on_average(run_ranks: Any, size: int) -> None:
+    nearest, unbiased = (
+        run_ranks(averages_of_one_gradient, size, stochastic) for stochastic in (False, True)
+    )
+    for of_ranks in (nearest, unbiased):
+        assert all(same_bits(found, of_ranks[0]) for found in of_ranks)
+    errors = {
+        name: torch.cat([error.flatten() for key, error in found[0].items() if " " not in key])
+        for name, found in (("nearest", nearest), ("unbiased", unbiased))
+    }
+    # 200 steps divide a random error by 14; one to nearest is the same in each step.
+    assert errors["unbiased"].norm() < errors["nearest"].norm() / 4
 
 
 def scale_before_the_cast(rank: int, size: int) -> None:

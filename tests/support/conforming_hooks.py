@@ -48,7 +48,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"period": 2, "delay": 1, "fragments": 2, "inner": "int8"},
         {"period": 1, "inner": POWERSGD},
     ],
-    "bf16": [{"two_shot": True}, {}],
+    "bf16": [{"two_shot": True}, {}, {"stochastic": True}],
     "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
     "fp4": [{}, {"format": "mxfp4", "error_feedback": False}, {"format": "e3m0"}],
     "int2": [{}, {"error_feedback": False}, {"rotate": True}],

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp.units import Unit, is_root, units_of
-from commhooks.algorithms.quantized.base import Quantized, bits_of
+from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.rounding import bits_of
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
 from commhooks.hook.registry import create

@@ -51,7 +51,6 @@ left out, then
     q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +66,7 @@ from commhooks.algorithms.bucket_memory import (
 from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.finite import copy_if
 from commhooks.codecs.formats import Format
+from commhooks.codecs.rounding import bits_of
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState
 from commhooks.hook.state import StateField
@@ -244,8 +244,3 @@ def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
         if not 0 <= start <= numel - count:
             return f"expected 0 to {numel - count}, found {start}"
     return None
-
-
-def bits_of(seed: str) -> int:
-    """Return 64 bits for a seed."""
-    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")

@@ -40,4 +40,14 @@ COMMHOOKS_HD Random random_for(u64 seed, u64 first) {
   return Random(seed + (first >> 32) * 0x9e3779b97f4a7c15u);
 }
 
+// Rounds to the bits of one of the two bfloat16 numbers beside the value, so that the expected
+// number is the value. Beyond the largest finite number it rounds towards zero. Infinity and NaN
+// stay.
+COMMHOOKS_HD u32 stochastic_bfloat16(float value, u32 random) {
+  const u32 bits = bits_of(value);
+  const u32 rounded = (bits + (random >> 16)) >> 16;
+  const u32 truncated = bits >> 16 | (magnitude_bits(value) > 0x7f800000u ? 0x40u : 0u);
+  return select((rounded & 0x7f80u) == 0x7f80u, truncated, rounded);
+}
+
 }  // namespace commhooks::codecs

@@ -2,6 +2,7 @@
 #include "bindings/shared.h"
 #include "codecs/block_codec.h"
 #include "codecs/rotation.h"
+#include "codecs/rounding.h"
 #include "comm/joined_work.h"
 #include "comm/ring_gather.h"
 #include "lowrank/products.h"
@@ -41,6 +42,7 @@ void register_arithmetic(py::module_& module) {
   def("project_left", &project_left);
   def("project_right", &project_right);
   def("rotate", &rotate);
+  def("round_stochastically", &round_stochastically);
   def("scatter_add", &scatter_add);
   def("select_above", &select_above);
   def("select_largest", &select_largest);
