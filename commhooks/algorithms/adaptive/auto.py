@@ -7,8 +7,7 @@
     then:           parts follow the new plan; residuals are added to the gradients once
 """
 
-import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.planner import Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
-from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
 from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
@@ -41,7 +40,7 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.options import Limits, Made, from_json, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
-from commhooks.hook.state import StateField
+from commhooks.hook.state import no_state
 from commhooks.planning import Plan
 from reducer import GradBucket
 from reducer.backends import family_of
@@ -100,6 +99,7 @@ class Auto(CommHook):
     replan: Annotated[int, Limits(ge=1)] = 500
     """Make a new plan after at most this many steps."""
 
+    state_fields = no_state
     wire = "what the chosen hooks send, and now and then samples and a report"
 
     def __post_init__(self) -> None:
@@ -200,17 +200,10 @@ class Auto(CommHook):
 
     # ---------------------------------------------------------------------------- state and config
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:  # noqa: ARG002
-        return ()
-
-    def bucket_fields(self) -> Sequence[StateField]:
-        return (StateField("json", "same", (None,), torch.uint8),)
-
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
         if self._measuring is not None and self.history:
-            text = bytearray(json.dumps(self._measuring.course.to_json()).encode())
-            self.state = {STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
+            self.extra_state = self._measuring.course.to_json()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,11 +211,8 @@ class Auto(CommHook):
         if self._measuring is None:
             self._table.refresh()
             return
-        course = Course()
         try:
-            if entry := self.state.get(STATE_KEY):
-                course = from_json(Course, json.loads(bytes(entry["json"].tolist())))
-            self._measuring.load(course)
+            self._measuring.load(from_json(Course, self.extra_state))
             self._use_plan()
         except (KeyError, TypeError, ValueError) as error:
             raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error

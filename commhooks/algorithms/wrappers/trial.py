@@ -33,10 +33,6 @@ Residual = Callable[[str, Tensor, slice], Tensor | None]
 """Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
 
 
-def _nothing(*_: object) -> None:
-    """Return the residual of a hook that has sent everything."""
-
-
 def relative_error(wrong: float, right: float) -> float:
     """Return the quotient of two norms, given their squares; 0 if both are zero."""
     if right == 0:
@@ -95,21 +91,16 @@ class Trial:
         exact = await comm.all_reduce(copy.div_(comm.size))
         self.begin()
         found = await self.average(sample, comm)
-        if self._keeps_learned(sample):
+        for hook in tree(self._hook):  # keep what it has learned: what is the same on all ranks
+            kept = dict[str, dict[str, Tensor]]()
+            for name, gradient in zip(sample.names, sample.gradients(), strict=True):
+                fields = hook.state_fields(gradient) if name in hook.state else ()
+                same = {field.name for field in fields or () if field.across_ranks == "same"}
+                kept[name] = {n: t for n, t in hook.state.get(name, {}).items() if n in same}
+            hook.state = {name: entry for name, entry in kept.items() if entry}
+        if any(hook.state for hook in tree(self._hook)):
             found = await self.average(sample, comm)
         return squares_of(found, exact)
-
-    def _keeps_learned(self, sample: GradBucket) -> bool:
-        """Drop all state but that which is the same on all ranks; return whether there is any."""
-        gradients = dict(zip(sample.names, sample.gradients(), strict=True))
-        for hook in tree(self._hook):
-            kept = {}
-            for name, entry in hook.state.items():
-                fields = hook.state_fields(gradients[name]) if name in gradients else ()
-                same = {field.name for field in fields or () if field.across_ranks == "same"}
-                kept[name] = {key: value for key, value in entry.items() if key in same}
-            hook.state = {name: entry for name, entry in kept.items() if entry}
-        return any(hook.state for hook in tree(self._hook))
 
 
 @dataclass(frozen=True)
@@ -177,7 +168,7 @@ def draw_sample(
     names: Sequence[str],
     limit: int,
     *,
-    residual: Residual = _nothing,
+    residual: Residual = lambda *_: None,
     turn: int = 0,
     index: int = 0,
     is_last: bool = True,
