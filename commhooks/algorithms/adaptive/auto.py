@@ -23,7 +23,6 @@ from commhooks.algorithms.adaptive.choices import (
     exact_names,
     group_parameters,
     hook_of_spec,
-    hooks_of_plan,
     plan_of,
     wire_bytes_of,
 )
@@ -35,11 +34,11 @@ from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
 from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.options import Limits, Made, from_json, hook_default
 from commhooks.hook.registry import register_hook
-from commhooks.hook.spec import spec_of
+from commhooks.hook.spec import hook_spec, spec_of
 from commhooks.hook.state import no_state
 from commhooks.planning import Plan
 from reducer import GradBucket
@@ -109,7 +108,13 @@ class Auto(CommHook):
         self._parameters: Mapping[str, Tensor] = {}
         self._exact_names: set[str] = set()
         if self.plan is not None:
-            own = hooks_of_plan(self.plan, self.name)
+            try:
+                specs = dict.fromkeys(row.hook for row in self.plan.rows)
+                own = {spec: hook_spec(spec).create() for spec in specs}
+            except CommHookError as error:
+                raise CommHookOptionError(
+                    f"option 'plan' of hook {self.name!r}: {error}"
+                ) from error
             self.candidates = [*own.values()]
         else:
             self.candidates = default_candidates() if self.candidates is None else self.candidates

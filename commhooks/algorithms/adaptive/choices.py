@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.wrappers.route import Matcher, Rule
-from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.model_info import Role
 from commhooks.hook.registry import declared_candidates
@@ -64,14 +64,6 @@ def plan_of(value: Any) -> Any:
         return Plan.from_json(value) if isinstance(value, Mapping) else value
     except CommHookError as error:
         raise ValueError(str(error)) from error
-
-
-def hooks_of_plan(plan: Plan, owner: str) -> dict[str, CommHook]:
-    """Return the hooks of a plan by their specs. Raises CommHookOptionError."""
-    try:
-        return {spec: hook_spec(spec).create() for spec in {row.hook: None for row in plan.rows}}
-    except CommHookError as error:
-        raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
 
 
 def check_names(plan: Plan, parameters: Collection[str], owner: str) -> None:
