@@ -14,7 +14,7 @@ before its inner hook runs:
     yes:     the inner hook runs
 
 Packing checks this rank's gradients in passing. On a GPU the host does not wait for the vote: after
-a "no" the inner hook gets infinity or NaN on all ranks, so that it returns NaN and keeps its state,
+a "no" the inner hook gets NaN on all ranks, so that it returns NaN and keeps its state,
 as all hooks do, and zeros replace its result.
 
 The step as a whole is handled afterwards:
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.codecs.finite import all_finite, is_known_false, select
+from commhooks.codecs.finite import all_finite, is_known_false, mark, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
@@ -118,13 +118,13 @@ class SkipNonfinite(CommHook):
             self._begin_step()
         buffer = bucket.buffer()
         vote = await comm.all_reduce(bucket.all_finite().float().view(1), op="min")
-        finite = vote.view(()) != 0
-        if is_known_false(finite):
+        is_dropped = vote.view(()) == 0
+        if is_known_false(vote):
             self._withheld += bucket.names
-            return self._drop(bucket, finite)
-        buffer[:1].div_(vote)  # by zero, to tell the inner hook: see Note [Dropped steps]
+            return self._drop(bucket, ~is_dropped)
+        mark(buffer, is_dropped)  # for the inner hook: see Note [Dropped steps]
         average = await self.inner.reduce(self._numbered(bucket), comm.within(self.inner))
-        finite = all_finite(average) & finite
+        finite = all_finite(average) > is_dropped
         if is_known_false(finite):
             return self._drop(bucket, finite)
         self._skips.of_buckets.append(finite)
