@@ -180,7 +180,7 @@ class Auto(CommHook):
             return None
         hooks, measuring = set(self._table.table.values()), self._measuring
         is_idle = measuring is None or measuring.is_idle(step)
-        if len(hooks) != 1 or not is_idle or self._table.is_moving:
+        if len(hooks) != 1 or not is_idle or self._table.moving:
             return None
         return list(self._hooks.values())[hooks.pop()].native(group)
 

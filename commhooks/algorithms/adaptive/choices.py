@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.route import Matcher, Rule
+from commhooks.algorithms.wrappers.route import Rule, predicate_of
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.model_info import Role
@@ -88,8 +88,8 @@ def exact_names(
 
     Raises CommHookOptionError if a rule is invalid.
     """
-    matchers = [Matcher.of(str(rule), f"exact.{i}", roles or {}) for i, rule in enumerate(rules)]
-    return {name for name, p in parameters.items() if any(m.matches(name, p) for m in matchers)}
+    predicates = [predicate_of(str(r), f"exact.{i}", roles or {}) for i, r in enumerate(rules)]
+    return {name for name, p in parameters.items() if any(m(name, p) for m in predicates)}
 
 
 def group_parameters(

@@ -155,7 +155,7 @@ class Measurement:
             self._launches.setdefault(step, []).append(comm.launched)
             parts = self._parts(bucket)
             checked = {(part.index, part.checked): part.names for part in parts if part.checked}
-            check = Check.of(bucket, checked, partial(self.table.residual, comm.size), _CHECKED)
+            check = Check(bucket, checked, partial(self.table.residual, comm.size), _CHECKED)
         average = await self.table.reduce(bucket, comm)
         with self._spending():
             for key, squares in (await check.squares(average, comm)).items():
@@ -213,7 +213,7 @@ class Measurement:
         assert part.sample is not None
         trial, run, sample, size = self.trials[hook], Run(self.clock), part.sample, comm.size
         names = {(part.index, hook): sample.names} if is_last else {}
-        check = Check.of(sample, names, partial(trial.residual, size), _CHECKED_IN_TRIALS)
+        check = Check(sample, names, partial(trial.residual, size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
 
         def outcome(pair: Sequence[float]) -> Choice:

@@ -94,8 +94,11 @@ class Schedule(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         hook = self.hook_at(bucket.step)
-        if hook is not self._last_used:
-            self._switch(hook)
+        if hook is not self._last_used:  # also in the first step after a resume
+            self._last_used = hook
+            for _, other in self.stages if self.cycle is None or not self.keep_state else ():
+                if other is not hook:
+                    other.load_state_dict({})
         nested = comm.within(hook, wants_contribution=comm.wants_contribution)
         average = await hook.reduce(bucket, nested)
         comm.contribution = nested.contribution
@@ -109,11 +112,3 @@ class Schedule(CommHook):
         if self.cycle is not None:
             step %= self.cycle
         return next(hook for start, hook in reversed(self.stages) if start <= step)
-
-    def _switch(self, hook: CommHook) -> None:
-        """Clear the state of unused hooks. Also called in the first step after a resume."""
-        self._last_used = hook
-        if self.cycle is None or not self.keep_state:
-            for _, other in self.stages:
-                if other is not hook:
-                    other.load_state_dict({})

@@ -48,7 +48,7 @@ class HookTable(Routing):
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
         super().__init__(hooks, table)
-        self._moving: dict[str, list[int]] = {}
+        self.moving: dict[str, list[int]] = {}
         """The hooks that still have state of a parameter which is another one's now."""
         self._sent: list[tuple[HostCopy, list[dict[str, Tensor]]]] = []
         """For each bucket of the last step in which parameters moved: whether their residuals have
@@ -73,24 +73,19 @@ class HookTable(Routing):
         self.table = dict(table)
         self.refresh()
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether a hook still has state of a parameter that another one has now."""
-        return bool(self._moving)
-
     def refresh(self) -> None:
         """Look which parameters move, after the table or the states have changed."""
-        self._moving = {}
+        self.moving = {}
         for i, hook in enumerate(self._hooks):
             for name in {key for each in tree(hook) for key in each.state}:
                 if self.table.get(name, i) != i:
-                    self._moving.setdefault(name, []).append(i)
+                    self.moving.setdefault(name, []).append(i)
 
     def residual(
         self, size: int, parameter: str, gradient: Tensor, where: slice = _ALL
     ) -> Tensor | None:
         """Return the sum of :func:`residual_of` of all hooks that have state of a parameter."""
-        hooks = [self._hooks[i] for i in (self.table[parameter], *self._moving.get(parameter, ()))]
+        hooks = [self._hooks[i] for i in (self.table[parameter], *self.moving.get(parameter, ()))]
         found = [residual_of(hook, parameter, gradient, size, where) for hook in hooks]
         known = [residual for residual in found if residual is not None]
         return sum(known[1:], known[0]) if known else None
@@ -99,8 +94,8 @@ class HookTable(Routing):
         """Return the average of hook ``i``, to which some of the parameters may move."""
         flat, entries = bucket.buffer(), list[dict[str, Tensor]]()
         every = zip(bucket.names, bucket.offsets, bucket.lengths, bucket.gradients(), strict=True)
-        for name, offset, length, gradient in every if self._moving else ():
-            for former in (self._hooks[j] for j in self._moving.get(name, ())):
+        for name, offset, length, gradient in every if self.moving else ():
+            for former in (self._hooks[j] for j in self.moving.get(name, ())):
                 own = [each.state[name] for each in tree(former) if name in each.state]
                 for entry in own:  # it may have been loaded and never used
                     entry.update({field: tensor.to(flat.device) for field, tensor in entry.items()})
