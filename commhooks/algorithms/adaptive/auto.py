@@ -53,29 +53,14 @@ Candidate = Annotated[CommHook, Made(hook_of_spec)]
 class Auto(CommHook):
     """Choose a hook for each group of parameters, such that steps are short and averages close.
 
-    A group is the parameters of a bucket with the same role and a similar size. In some of the
-    first steps, and later every ``replan`` steps, the hook measures the link, backward, and on
-    samples of the gradients the error of each candidate. It then uses the plan that makes a step
-    shortest while the relative error of a step's average stays within the limit. What backward
-    hides stays exact. All ranks have the same plan. ``handle.hook.plan`` shows it, and
-    ``handle.hook.history`` why and when it changed.
-
-    When a parameter changes its hook, what the former one has not sent is added to its next
-    gradient. Momenta of hooks such as ``dgc`` are lost.
-
-    Until the first plan, averages are exact. They stay exact with one rank, where no candidate
-    keeps the error within the limit, and where the bytes of plain averages take less than 5 % of a
-    step; ``plan`` then says so.
-
-    The limit holds for the error of the average of a step, as sampled: not for the loss.
+    In some of the first steps, and later every ``replan`` steps, the hook measures the link,
+    backward, and on samples of the gradients the error of each candidate. It then uses the plan
+    that makes a step shortest while the relative error of a step's average, as sampled, stays
+    within the limit. All ranks have the same plan. ``handle.hook.plan`` shows it, and
+    ``handle.hook.history`` why and when it changed. Until the first plan, averages are exact.
 
     Wire: that of the chosen hooks, and samples and reports, which take about 1 % of the time.
     Memory: that of the chosen hooks, and samples of at most 1,048,576 elements.
-
-    Metrics: ``error`` of the plan and its ``limit``, ``predicted_seconds`` of a step, the number of
-    ``plans`` made, the estimates ``link_megabits_per_second`` and ``link_round_microseconds``, and
-    ``planning_share``, what measuring and planning has taken of the time so far. ``step_seconds``
-    is what a step takes on the slowest rank, to compare with the prediction.
 
     Raises:
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or

@@ -268,11 +268,8 @@ class _Bases:
         """Elements of the triangles of all tall factors."""
         for matrix in matrices:
             rank, start = matrix.rank, matrix.factors[side].start
-            rows, strides = (
-                (matrix.rows, (rank, 1))
-                if side is Side.LEFT
-                else (matrix.columns, (1, matrix.columns))
-            )
+            is_left, rows = side is Side.LEFT, (matrix.rows, matrix.columns)[side]
+            strides = (rank, 1) if is_left else (1, rows)
             self.longest = max(rows, self.longest)
             if rows <= _TALL:
                 panels.append(_Panel(start, *strides, rows, rank, start))

@@ -39,16 +39,11 @@ class Guard(CommHook):
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
     average. If the relative error of its average exceeds ``max_error``, all ranks log a warning and
-    use ``fallback`` from the next step on. On CUDA the host reads the error as late as that, so it
-    does not wait unless it is a step ahead of the device. What the inner hook has not sent is added
-    to the next gradients. After ``cooldown`` steps, if that is set, the inner hook is measured
-    again, and used again if its error is within the bound.
+    use ``fallback`` from the next step on. What the inner hook has not sent is added to the next
+    gradients.
 
     Wire: that of the hook in use. In steps that measure, also an exact average of at most 1,048,576
     elements, what the inner hook sends for these, and 16 bytes.
-
-    Metrics: ``last_error`` of the inner hook, ``is_fallback`` (0 or 1), and the number of
-    ``fallbacks`` since the hook was created. They are the same on all ranks.
 
     Raises:
         CommHookOptionError: a hook changes parameters, has no consensus, or skips steps.

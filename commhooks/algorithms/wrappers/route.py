@@ -64,19 +64,13 @@ class Route(CommHook):
     ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
     default={"name": "powersgd", "rank": 4})``. The first rule that matches a parameter decides.
 
-    A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive):
-    ``*`` matches any text including dots, ``?`` one character, and ``[ab]`` one of the characters.
-    Or it is a role: "@1d" matches parameters of at most one dimension, as biases and norms are,
-    "@embedding" and "@output" those with this role in the model, see
-    :func:`commhooks.hook.roles.roles_of`. A role that no parameter has is no error. Or it is a
-    predicate: a function ``fn(name, parameter) -> bool`` defined in a module, "module:function" in
-    configs.
+    A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive); a
+    role: "@1d" for parameters of at most one dimension, "@embedding" and "@output" as in
+    :func:`commhooks.hook.roles.roles_of`; or a predicate ``fn(name, parameter) -> bool`` defined in
+    a module, "module:function" in configs. A role that no parameter has is no error.
 
-    Each hook gets buckets that contain only its own parameters. They are numbered from 0 in each
-    step, and the last one is marked as the last. There are two exceptions to the mark. On torch DDP
-    with ``skip_all_reduce_unused_params``, which does not tell which buckets it leaves out, only
-    the hook of the model's last bucket is sure to see the mark. Inside ``skip_nonfinite`` no bucket
-    is marked if the last one is dropped.
+    Each hook gets buckets that contain only its own parameters, numbered from 0 in each step. The
+    last one is marked, but for two exceptions: see docs/hooks/route.md.
 
     Memory: a copy of each bucket with several routes until its average has arrived.
 

@@ -26,13 +26,10 @@ class Schedule(CommHook):
 
     ``schedule([(0, "allreduce"), (1000, {"name": "powersgd", "rank": 4})])`` averages exactly in
     steps 0 to 999. Steps are the synchronized backward passes of the training, including those
-    before a resume. Nested hooks count the same steps, so their ``start_step`` is not relative to
-    their stage.
+    before a resume, also for nested hooks: their ``start_step`` is not relative to their stage.
 
-    When a hook will not be used again, its state is cleared and the memory freed. With a ``cycle``
-    the state is kept until the hook's next turn, unless ``keep_state`` is false: then it is cleared
-    at the end of each of the hook's stages. State that stages should share, such as an error,
-    belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
+    When a hook will not be used again, its state is cleared. State that stages should share, such
+    as an error, belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
 
     Raises:
         CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of

@@ -64,19 +64,10 @@ class SkipNonfinite(CommHook):
             optimizer.step()
 
     Do not use it with a ``GradScaler``, which checks gradients itself and has to see non-finite
-    ones to adapt its scale. Combine it with ``error_feedback`` as
-    ``skip_nonfinite(error_feedback(...))``.
-
-    Metrics, counted since the hook was created: ``skipped_steps``, ``skipped_buckets``, and
-    ``last_step_was_skipped`` (0 or 1). They are the same on all ranks if the inner hook's results
-    are.
+    ones to adapt its scale. See Note [Dropped steps].
 
     Raises:
         CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
-
-    On CUDA the host waits for the device only when metrics or ``last_step_was_skipped`` are read,
-    and once in each step with ``whole_steps``; dropped buckets are sent too. See Note [Dropped
-    steps].
     """
 
     inner: CommHook = hook_default("allreduce")
