@@ -37,6 +37,14 @@ def is_known_false(condition: Tensor) -> bool:
     return backend_of(condition) is None and not condition
 
 
+def mark(tensor: Tensor, is_damaged: Tensor) -> None:
+    """Make the first element NaN if ``is_damaged``, for all ranks to learn of it when it arrives.
+
+    Does not wait for the device.
+    """
+    tensor[:1].masked_fill_(is_damaged, torch.nan)
+
+
 def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
     """Copy ``source`` to ``out`` if ``condition`` is true. Does not wait for the device."""
     if backend_of(out) is not None:

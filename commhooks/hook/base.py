@@ -48,6 +48,7 @@ no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,7 +62,7 @@ from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.elastic import Elastic
 from commhooks.hook.model_info import ModelInfo
 from commhooks.hook.options import instances_in, option_names, to_json, validate
-from commhooks.hook.state import StateField, entry_problem
+from commhooks.hook.state import EXTRA_STATE, StateField, entry_problem
 from reducer import GradBucket
 from reducer.native import NativeHook
 
@@ -126,6 +127,8 @@ class CommHook:
     """What is known of the model beyond its parameters, set before :meth:`prepare`."""
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
+    extra_state: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The rest of the state: values in JSON's types, the same on all ranks."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -261,7 +264,8 @@ class CommHook:
             for parameter, tensors in self.state.items()
         }
         nested = {f".{path}": hook.state_dict() for path, hook in self.nested().items()}
-        return own | {path: state for path, state in nested.items() if state}
+        extra = {name: json.dumps(value) for name, value in self.extra_state.items()}
+        return own | {key: each for key, each in {EXTRA_STATE: extra, **nested}.items() if each}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned. A handle checks it before.
@@ -271,16 +275,19 @@ class CommHook:
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
             raise CommHookStateError(f"expected a dict with names as keys, found {type(state)}")
         nested = {f".{path}": hook for path, hook in self.nested().items()}
-        own = {key: entry for key, entry in state.items() if key not in nested}
+        own = {key: entry for key, entry in state.items() if key not in {*nested, EXTRA_STATE}}
         for key, entry in own.items():
             if problem := entry_problem(entry):
                 raise CommHookStateError(f"{key!r}: {problem}")
+        extra = state.get(EXTRA_STATE, {})
+        extra_state = {name: json.loads(text) for name, text in extra.items()}
         for path, hook in nested.items():
             hook.load_state_dict(state.get(path, {}))
         self.state = {
             key: {name: tensor.detach().clone() for name, tensor in entry.items()}
             for key, entry in own.items()
         }
+        self.extra_state = extra_state
 
     def to_config(self) -> dict[str, Any]:
         """Return name and options in JSON's types, which :func:`commhooks.create` accepts."""
@@ -420,7 +427,7 @@ def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tu
 def _check_members(cls: type) -> None:
     """Raise CommHookError if the class uses the name of a member for something else."""
     types, own = inspect.get_annotations(cls), vars(cls)
-    for name, member in vars(CommHook).items():
+    for name, member in {**vars(CommHook), "extra_state": None, "state": None}.items():
         fits, expected = True, ""
         kind = member.fget.__annotations__["return"] if isinstance(member, property) else None
         if kind in (bool, int | None):
@@ -431,7 +438,7 @@ def _check_members(cls: type) -> None:
             )
         elif inspect.isfunction(member) and not name.startswith("_"):
             fits, expected = name not in types and callable(getattr(cls, name)), "a method"
-        elif name in ("model_info", "state"):
+        elif name in ("extra_state", "model_info", "state"):
             fits, expected = name not in types, "no option"
         if not fits:
             raise CommHookError(

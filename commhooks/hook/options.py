@@ -104,15 +104,20 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     kind = type(None) if hint is None else origin or hint
     if kind is Any or not isinstance(kind, type):  # or a type variable: accept everything
         return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return _to_float(value)
+    is_bool = isinstance(value, bool)
+    if kind is float and isinstance(value, int) and not is_bool:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("it is too large for a float") from None
     if isinstance(value, str | Mapping):
         for base in kind.__mro__:
             if base in parsers:
                 return _parse(parsers[base], value, path)
     if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
         return from_json(kind, value)
-    _check_instance(kind, hint, value)
+    if not isinstance(value, kind) or (is_bool and kind in (int, float)):
+        raise ValueError(f"it is not of type {type_name(hint)}")
     return value
 
 
@@ -209,13 +214,6 @@ def _convert_item(hint: Any, item: Any, what: str, name: object, path: str) -> A
         raise ValueError(f"{what} {name!r}: {error}") from None
 
 
-def _to_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("it is too large for a float") from None
-
-
 def _parse(parser: Callable[[Any], Any], value: str | Mapping[str, Any], path: str) -> Any:
     """Apply a parser; put the path of the option in front of an error of an option inside it."""
     try:
@@ -225,12 +223,6 @@ def _parse(parser: Callable[[Any], Any], value: str | Mapping[str, Any], path: s
         moved = type(error)(f"{whole}: {str(error).removeprefix(f'{error.path}: ')}")
         moved.path = whole
         raise moved from error
-
-
-def _check_instance(kind: type, hint: Any, value: Any) -> None:
-    is_bool = isinstance(value, bool) and kind in (int, float)
-    if is_bool or not isinstance(value, kind):
-        raise ValueError(f"it is not of type {type_name(hint)}")
 
 
 # ----------------------------------------------------------------------------------------- options
@@ -268,10 +260,15 @@ def option_names(kind: type) -> list[str]:
 
 def describe_options(kind: type) -> tuple[OptionInfo, ...]:
     """Return a description of each option of a hook class."""
-    hints, texts = _hints(kind), _texts(kind)
-    return tuple(
-        _describe(field, hints[field.name], texts.get(field.name, "")) for field in _fields(kind)
-    )
+    hints, texts, found = _hints(kind), _texts(kind), list[OptionInfo]()
+    for field in _fields(kind):
+        name, hint, required = field.name, hints[field.name], _is_required(field)
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        shown = None if required else default
+        limits, text = constraints_of(hint), texts.get(name, "")
+        found.append(OptionInfo(name, type_name(hint), shown, required, limits, text))
+    return tuple(found)
 
 
 def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
@@ -295,6 +292,7 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
 
 def validate(hook: object) -> None:
     """Check the options of a hook instance, and store the values, converted where needed."""
+    owner = getattr(hook, "name", type(hook).__qualname__)
     for name, hint in _hints(type(hook)).items():  # type: ignore[arg-type]
         found = getattr(hook, name)
         try:
@@ -302,7 +300,9 @@ def validate(hook: object) -> None:
         except CommHookError:
             raise  # by a hook inside the option; the text says so
         except ValueError as error:
-            raise _type_error(hook, name, found, str(error)) from None
+            expected = ", ".join((type_name(hint), *constraints_of(hint)))
+            problem = f"expected {expected}; found {found!r} ({error})"
+            raise _option_error(name, f"option {name!r} of hook {owner!r}: {problem}") from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
 
 
@@ -332,26 +332,6 @@ def _texts(kind: type) -> dict[str, str]:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())
     return texts
-
-
-def _describe(field: dataclasses.Field[Any], hint: Any, text: str) -> OptionInfo:
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    required = _is_required(field)
-    shown = None if required else default
-    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint), text)
-
-
-def _type_error(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
-    hook_name = getattr(hook, "name", type(hook).__qualname__)
-    expected = next(info for info in describe_options(type(hook)) if info.name == name)
-    ranges = "".join(f", {constraint}" for constraint in expected.constraints)
-    return _option_error(
-        name,
-        f"option {name!r} of hook {hook_name!r}: expected {expected.type}{ranges}; found {found!r} "
-        f"({reason})",
-    )
 
 
 def _option_error(name: str, text: str) -> CommHookOptionError:

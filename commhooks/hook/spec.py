@@ -33,7 +33,7 @@ _NAME = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _OPTION = re.compile(r"\s*(\w+)\s*=(.*)", re.DOTALL)
-_OPENING, _CLOSING = "([{", ")]}"
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def split_hook_specs(text: str) -> list[str]:
     Hooks that cannot be made are not an error yet: see :func:`parse_hook_specs`.
     """
     texts: list[str] = []
-    for piece in _split(text, ",", text):
+    for piece in _split(text, text):
         if not piece.strip():
             raise _ill_formed(text, "'' is not a name")
         if texts and _OPTION.fullmatch(piece):
@@ -170,7 +170,7 @@ def _config(text: str, whole: str) -> dict[str, Any]:
         return config
     name, options = _named(text, whole)
     config = {"name": name}
-    for piece in [] if options is None else _split(options, ",", whole):
+    for piece in [] if options is None else _split(options, whole):
         match = _OPTION.fullmatch(piece)
         if match is None:
             raise _ill_formed(whole, f"{piece!r} is not option=value")
@@ -199,20 +199,20 @@ def _json(text: str, whole: str) -> Any:
         raise _ill_formed(whole, f"{text!r} is not JSON: {error}") from None
 
 
-def _split(text: str, separator: str, whole: str) -> list[str]:
-    """Split at each ``separator`` that is outside of brackets and quotes."""
+def _split(text: str, whole: str) -> list[str]:
+    """Split at each comma that is outside of brackets and quotes."""
     pieces, start, closers, quoted = [], 0, [], False
     for position, character in enumerate(text):
         if character == '"' and text[position - 1 : position] != "\\":
             quoted = not quoted
         elif quoted:
             continue
-        elif character in _OPENING:
-            closers.append(_CLOSING[_OPENING.index(character)])
         elif character in _CLOSING:
+            closers.append(_CLOSING[character])
+        elif character in _CLOSING.values():
             if not closers or closers.pop() != character:
                 raise _ill_formed(whole, f"{character!r} closes nothing")
-        elif character == separator and not closers:
+        elif character == "," and not closers:
             pieces.append(text[start:position])
             start = position + 1
     missing = '"' if quoted else "".join(closers[-1:])

@@ -17,6 +17,8 @@ AcrossRanks = Literal["own", "averageable", "same"]
 """Contents of the same field on other ranks: unrelated numbers; numbers that can be replaced by
 their mean over the ranks, as errors can; or the same numbers."""
 
+EXTRA_STATE = ".extra_state"
+"""The key of :attr:`CommHook.extra_state` in a saved state, whose values are JSON there."""
 _FLOATS = (torch.float32, torch.float64)
 
 

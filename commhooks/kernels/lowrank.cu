@@ -481,34 +481,34 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Ends a step of `halves` half steps, whose factors lie `lefts` and `rights` elements apart. With
-// the sums over these of the products:
-//
-//   error = error + gradient - own_left·own_right      gradient = mean_left·mean_right
-//
-// Exact ranges are copied from `exact`, where they follow factors of `exact_side`. If `all_finite`
-// is false errors stay as they are and gradients become NaN. Results beyond the range of G are
-// clamped, and the rest goes to the errors. `errors` may be null. A thread handles a vector of
-// columns in kRows rows.
+// The arguments of `apply`: half steps, whose factors lie `apart` elements apart, by side.
 template <typename T, typename G>
-__global__ void __launch_bounds__(kThreads) apply(
-    const u8* all_finite,
-    const Matrix* matrices,
-    i64 count,
-    T* errors,
-    G* bucket,
-    i64 halves,
-    i64 lefts,
-    i64 rights,
-    const T* own_left,
-    const T* own_right,
-    const T* mean_left,
-    const T* mean_right,
-    const T* exact,
-    i64 exact_side) {
+struct Step {
+  const u8* all_finite;
+  const Matrix* matrices;
+  i64 count;
+  T* errors;  // may be null
+  G* bucket;
+  i64 halves;
+  i64 apart[2];
+  const T* own[2];   // of this rank, by side
+  const T* mean[2];  // over all ranks
+  const T* exact;    // the exact ranges, behind factors of `exact_side`
+  i64 exact_side;
+};
+
+// Ends a step. With the sums over half steps of the products:
+//
+//   error = error + gradient - own left·own right      gradient = mean left·mean right
+//
+// If `all_finite` is false errors stay as they are and gradients become NaN. Results beyond the
+// range of G are clamped, and the rest goes to the errors. A thread handles a vector of columns in
+// kRows rows.
+template <typename T, typename G>
+__global__ void __launch_bounds__(kThreads) apply(Step<T, G> args) {
   constexpr int size = Vector<T>::size;
   const auto begins = [](const Matrix& matrix) { return matrix.first_block; };
-  const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
+  const Matrix matrix = find_matrix(args.matrices, args.count, blockIdx.x, begins);
   const i64 rows = matrix.rows;
   const i64 columns = matrix.columns;
   const i64 rank = matrix.rank;
@@ -519,10 +519,10 @@ __global__ void __launch_bounds__(kThreads) apply(
   if (first >= rows) {
     return;
   }
-  G* const gradient = bucket + matrix.gradient;
-  const bool is_finite = *all_finite;
-  const bool has_error = errors != nullptr && is_finite && rank > 0;
-  T* const error = has_error ? errors + matrix.error : nullptr;
+  G* const gradient = args.bucket + matrix.gradient;
+  const bool is_finite = *args.all_finite;
+  const bool has_error = args.errors != nullptr && is_finite && rank > 0;
+  T* const error = has_error ? args.errors + matrix.error : nullptr;
   Vector<T> rest[kRows];
   Vector<T> mean[kRows];
   for (int i = 0; i < kRows; ++i) {
@@ -536,18 +536,18 @@ __global__ void __launch_bounds__(kThreads) apply(
     }
   }
   if (rank == 0 && is_finite) {
-    mean[0] = load(exact + matrix.factors[exact_side].start, at, columns);
+    mean[0] = load(args.exact + matrix.factors[args.exact_side].start, at, columns);
   }
-  for (i64 half = 0; half < halves; ++half) {
-    const i64 left = half * lefts + matrix.factors[kLeft].start;
-    const i64 right = half * rights + matrix.factors[kRight].start;
+  for (i64 half = 0; half < args.halves; ++half) {
+    const i64 left = half * args.apart[kLeft] + matrix.factors[kLeft].start;
+    const i64 right = half * args.apart[kRight] + matrix.factors[kRight].start;
     for (i64 f = 0; f < rank; ++f) {
-      const Vector<T> own = load(own_right + right + f * columns, at, columns);
-      const Vector<T> of_all = load(mean_right + right + f * columns, at, columns);
+      const Vector<T> own = load(args.own[kRight] + right + f * columns, at, columns);
+      const Vector<T> of_all = load(args.mean[kRight] + right + f * columns, at, columns);
       for (int i = 0; i < kRows; ++i) {
         const i64 row = first + i < rows ? first + i : first;
-        const T own_of_row = own_left[left + row * rank + f];
-        const T mean_of_row = mean_left[left + row * rank + f];
+        const T own_of_row = args.own[kLeft][left + row * rank + f];
+        const T mean_of_row = args.mean[kLeft][left + row * rank + f];
         for (int j = 0; j < size; ++j) {
           rest[i].items[j] = fma(-own_of_row, own.items[j], rest[i].items[j]);
           mean[i].items[j] = fma(mean_of_row, of_all.items[j], mean[i].items[j]);

@@ -22,6 +22,7 @@
 namespace commhooks::kernels {
 
 using codecs::magnitude_bits;
+using codecs::u8;
 
 constexpr int kThreads = 256;
 constexpr int kWord = 32;                 // elements per word of marks
@@ -354,10 +355,10 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Adds the error. `flag`, initially zero, becomes NaN if a sum is not finite.
+// Adds the error. `is_damaged`, initially false, becomes true if a sum is not finite.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    add_and_check(T* gradient, const T* error, i64 numel, T* flag) {
+    add_and_check(T* gradient, const T* error, i64 numel, u8* is_damaged) {
   const Key<T> infinity = magnitude_bits((T)codecs::float_of(0x7f800000u));
   for_each_vector<T>(numel, [&](i64 at) {
     Vector<T> sums = load(gradient, at, numel);
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kThreads)
       is_finite &= magnitude_bits(sums.items[i]) < infinity;
     }
     if (!is_finite) {
-      *flag = (T)codecs::float_of(0x7fc00000u);  // all threads write the same value
+      *is_damaged = 1;  // all threads that come here write the same
     }
   });
 }

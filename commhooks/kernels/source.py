@@ -42,7 +42,8 @@ class Source:
     """A CUDA file of this folder, and the kernels in it that are used.
 
     ``kernels`` are C++ expressions that name them, including template arguments. All parameters of
-    a kernel have 8 bytes: pointers, ``long long`` and ``double``; see launcher.py.
+    a kernel have 8 bytes: pointers, ``long long`` and ``double``. The last one may be a struct of
+    these, whose members are arguments in :func:`launch`, where they lie one after the other.
     """
 
     file: str

@@ -1,39 +1,33 @@
 """Check this machine: what works, what does not fit together, and what to install."""
 
 import importlib.metadata
+import ipaddress
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.utils import collect_env
+from torch._C._distributed_c10d import HashStore
 
 from commhooks.cluster.links import LinkError, shaped_link
+from commhooks.costs.units import format_rate
 from commhooks.errors import reason_of
 from commhooks.extensions import EXTENSIONS
-from commhooks.lab.interfaces import (
-    describe_interface,
-    gloo_addresses,
-    interface_of,
-    interfaces,
-    is_down,
-)
 from reducer.extension import ENGINE, REMEDY, Extension
 
-_PYTHON = ((3, 11), (3, 13))
-_TORCH = ((2, 11), (2, 15))
+_PYTHON, _TORCH = ("3.11", "3.13"), ("2.11", "2.15")
 _CUPY = "cupy-cuda"
 _GRADIENT_BYTES = 1 << 30  # of a model that ranks of a host should have room for
-
-Version = tuple[int, int]
-
 _WITHOUT = {
     "reducer._C": "hooks work on torch's DistributedDataParallel, not on commhooks's own",
     "commhooks._C": "hooks compute on CPU tensors with torch's operations, slower",
@@ -42,11 +36,10 @@ _WITHOUT = {
 
 
 class Health(Enum):
-    """The state of one part."""
+    """The state of one part. What is absent is optional."""
 
     FINE = "fine"
     ABSENT = "absent"
-    """Something optional is missing."""
     BROKEN = "broken"
 
 
@@ -66,50 +59,43 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Check all parts. Makes a shaped link for a moment if that is possible."""
-    return [Finding(part, *_result_of(check)) for part, check in _checks().items()]
-
-
-def _result_of(check: Callable[[], Result]) -> Result:
-    try:
-        return check()
-    except Exception as error:  # the other parts are checked
-        return Health.BROKEN, f"cannot be checked: {reason_of(error)}"
+    findings = []
+    for part, check in _checks().items():
+        try:
+            result = check()
+        except Exception as error:  # the other parts are checked
+            result = Health.BROKEN, f"cannot be checked: {reason_of(error)}"
+        findings.append(Finding(part, *result))
+    return findings
 
 
 def _checks() -> dict[str, Callable[[], Result]]:
+    reinstall = "install one of these, then reinstall commhooks, which is compiled against it"
+    install = "install g++ 11 or newer, or set CXX; only needed to build commhooks"
+    toolkit = "install the CUDA toolkit; only needed to build for GPUs"
     return {
-        "Python": _python,
-        "torch": _torch,
+        "Python": partial(_version, sys.version.split()[0], _PYTHON, "use one of these"),
+        "torch": partial(_version, torch.__version__, _TORCH, reinstall),
         **{extension.name: partial(_extension, extension) for extension in EXTENSIONS},
         "backends": _backends,
         "Gloo network": _network,
         "CUDA": _cuda,
         "CuPy": _cupy,
-        "C++ compiler": _compiler,
-        "nvcc": _nvcc,
+        "C++ compiler": partial(_compiler, os.environ.get("CXX", "c++"), install),
+        "nvcc": partial(_compiler, "nvcc", toolkit),
         "shaped links": _links,
         "host memory": _host_memory,
     }
 
 
-def _python() -> Result:
-    return _versioned(sys.version.split()[0], sys.version_info[:2], _PYTHON, "use one of these")
-
-
-def _torch() -> Result:
-    major, minor = torch.__version__.split(".")[:2]
-    remedy = "install one of these, then reinstall commhooks, which is compiled against it"
-    return _versioned(torch.__version__, (int(major), int(minor)), _TORCH, remedy)
-
-
-def _versioned(
-    found: str, here: Version, supported: tuple[Version, Version], remedy: str
-) -> Result:
-    lowest, highest = supported
+def _version(found: str, supported: tuple[str, str], remedy: str) -> Result:
+    lowest, here, highest = (
+        [int(number) for number in re.findall(r"\d+", version)[:2]]
+        for version in (supported[0], found, supported[1])
+    )
     if lowest <= here <= highest:
         return Health.FINE, found
-    names = " to ".join(f"{major}.{minor}" for major, minor in supported)
-    return Health.BROKEN, f"{found}; supported: {names}", remedy
+    return Health.BROKEN, f"{found}; supported: {' to '.join(supported)}", remedy
 
 
 def _extension(extension: Extension) -> Result:
@@ -131,11 +117,8 @@ def _extension(extension: Extension) -> Result:
 
 
 def _backends() -> Result:
-    names = [
-        name
-        for name in ("gloo", "nccl", "mpi", "ucc")
-        if dist.is_available() and getattr(dist, f"is_{name}_available")()
-    ]
+    every = ("gloo", "nccl", "mpi", "ucc") if dist.is_available() else ()
+    names = [name for name in every if getattr(dist, f"is_{name}_available")()]
     if "gloo" in names:
         return Health.FINE, ", ".join(names)
     remedy = "install a torch that is built with Gloo, as the published ones are"
@@ -147,28 +130,75 @@ def _network() -> Result:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     is_named = len(chosen) > 1  # torch ignores shorter values
     why = f"GLOO_SOCKET_IFNAME={chosen}" if is_named else f"the host name {socket.gethostname()!r}"
-    known = interfaces()
+    name_of = {
+        each.address: name
+        for family in (socket.AF_INET6, socket.AF_INET)
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == family and not ipaddress.ip_address(each.address).is_link_local
+    }
+    # One address of each, IPv4 if possible, without loopback.
+    known = {name: address for address, name in name_of.items() if not _is_local(address)}
     try:
-        used = [(interface_of(address), address) for address in gloo_addresses()]
+        addresses = _gloo_addresses()
     except RuntimeError as error:
-        remedy = f"set GLOO_SOCKET_IFNAME to interfaces with an address: {_named(known)}"
+        remedy = (
+            f"set GLOO_SOCKET_IFNAME to interfaces with an address: {_described(known.items())}"
+        )
         return Health.BROKEN, f"Gloo cannot use {why}: {reason_of(error)}", remedy
-    found = f"{', '.join(describe_interface(*each) for each in used)}, by {why}"
-    names = {name for name, _ in used}
-    others = {name: address for name, address in known.items() if name not in names}
-    remedy = f"on each host, set GLOO_SOCKET_IFNAME to what reaches the others: {_named(known)}"
-    if "lo" in names:
+    used = [("lo" if _is_local(each) else name_of.get(each, ""), each) for each in addresses]
+    found = f"{_described(used)}, by {why}"
+    others = {name: address for name, address in known.items() if name not in dict(used)}
+    all_known = _described(known.items())
+    remedy = f"on each host, set GLOO_SOCKET_IFNAME to what reaches the others: {all_known}"
+    if "lo" in dict(used):
         found += ": ranks on other hosts cannot connect"
         return Health.ABSENT, found, remedy if known else ""
-    if any(map(is_down, names)):
+    if any(_is_down(name) for name, _ in used):
         return Health.ABSENT, found, remedy
     if others and not is_named:
-        return Health.FINE, found, f"to use another one, set GLOO_SOCKET_IFNAME: {_named(others)}"
+        remedy = f"to use another one, set GLOO_SOCKET_IFNAME: {_described(others.items())}"
+        return Health.FINE, found, remedy
     return Health.FINE, found
 
 
-def _named(interfaces: Mapping[str, str]) -> str:
-    return ", ".join(describe_interface(*each) for each in interfaces.items()) or "none here"
+def _gloo_addresses() -> list[str]:
+    """Return the addresses at which torch's Gloo backend listens here, one per connection.
+
+    Makes a process group of this process alone, so that torch itself chooses. Raises RuntimeError
+    if it cannot.
+    """
+    before = _listening()
+    group = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+    found = [address for file, address in sorted(_listening().items()) if file not in before]
+    del group
+    return found
+
+
+def _listening() -> dict[int, str]:
+    """Return the addresses at which this process listens, by file descriptor."""
+    every = psutil.Process().net_connections("inet")
+    return {each.fd: each.laddr.ip for each in every if each.status == psutil.CONN_LISTEN}
+
+
+def _is_local(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_down(interface: str) -> bool:
+    stats = psutil.net_if_stats().get(interface)
+    return stats is not None and not stats.isup
+
+
+def _described(interfaces: Iterable[tuple[str, str]]) -> str:
+    """Return names with addresses and, if the system tells them, rates and that they are down."""
+    texts = []
+    for name, address in interfaces:
+        stats = psutil.net_if_stats().get(name)
+        rate = [format_rate(1e6 * stats.speed)] if stats is not None and stats.speed > 0 else []
+        down = ["down"] if _is_down(name) else []
+        texts.append(f"{name} ({', '.join([address, *rate, *down])})")
+    return ", ".join(texts) or "none here"
 
 
 def _cuda() -> Result:
@@ -191,14 +221,12 @@ def _cupy() -> Result:
         needed = "kernels for GPUs need it" if wanted else "torch is built for CPU, so not needed"
         return Health.ABSENT, f"not installed; {needed}", remedy
     found = ", ".join(f"{name} {version}" for name, version in packages.items())
+    uninstall = f"pip uninstall {' '.join(packages)}" + (f", then {remedy}" if remedy else "")
     if len(packages) > 1:
-        uninstall = f"pip uninstall {' '.join(packages)}" + (f", then {remedy}" if remedy else "")
         return Health.BROKEN, f"{found}: they overwrite each other", uninstall
-    (name,) = packages
-    major = name.removeprefix(_CUPY).rstrip("x")
-    if name.startswith(_CUPY) and wanted is not None and major != wanted:
-        mismatch = f"{found} is for CUDA {major}, torch for CUDA {cuda}"
-        return Health.BROKEN, mismatch, f"pip uninstall {name}, then {remedy}"
+    major = found.partition(" ")[0].removeprefix(_CUPY).rstrip("x")
+    if found.startswith(_CUPY) and wanted not in (None, major):
+        return Health.BROKEN, f"{found} is for CUDA {major}, torch for CUDA {cuda}", uninstall
     return Health.FINE, found
 
 
@@ -208,24 +236,15 @@ def _cupy_packages() -> dict[str, str]:
     return {name.lower(): importlib.metadata.version(name) for name in sorted(set(names))}
 
 
-def _compiler() -> Result:
-    command = os.environ.get("CXX", "c++")
-    remedy = "install g++ 11 or newer, or set CXX; only needed to build commhooks"
+def _compiler(command: str, remedy: str) -> Result:
     path = shutil.which(command)
     if path is None:
         return Health.ABSENT, f"{command!r} not found", remedy
     result = subprocess.run([path, "--version"], check=False, capture_output=True, text=True)
-    if result.returncode != 0 or not result.stdout:
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
         return Health.BROKEN, f"`{path} --version` failed: {result.stderr.strip()}", remedy
-    return Health.FINE, result.stdout.splitlines()[0]
-
-
-def _nvcc() -> Result:
-    version = collect_env.get_running_cuda_version(collect_env.run)  # type: ignore[no-untyped-call]
-    if version is None:
-        remedy = "install the CUDA toolkit; only needed to build for GPUs"
-        return Health.ABSENT, "'nvcc' not found, or it does not run", remedy
-    return Health.FINE, version
+    return Health.FINE, next((line for line in lines if "release" in line), lines[0])  # of nvcc
 
 
 def _links() -> Result:

@@ -10,7 +10,7 @@ Each rank saves a dict, in types that ``torch.load`` reads by default::
             "rank 1 of 2x1": {"weight": {"error": ...}},    what this rank alone has
             "shard 0 of 2x1": {"weight": {"right": ...}},   what is the same in all replicas
         },
-        "tensors": {"rank 1 of 2x1": 1, ...},           how many there are, by the keys of "state"
+        "tensors": {"rank 1 of 2x1": 1, ...},           the number of values, by the keys of "state"
     }
 
 ``2x1`` stands for 2 replicas of 1 shard. Keys of different parts differ, so the dicts of all ranks

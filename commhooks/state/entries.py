@@ -11,7 +11,7 @@ from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.hook.options import instances_in
-from commhooks.hook.state import StateField, entry_problem
+from commhooks.hook.state import EXTRA_STATE, StateField, entry_problem
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HookPart:
     def check(self) -> None:
         """Raise CommHookStateError unless the entries have the declared fields."""
         for key, entry in self.entries.items():
-            if problem := entry_problem(entry) or self._misfit(key, entry):
+            if problem := self.problem(key, entry) or self._misfit(key, entry):
                 at = f" at {''.join(self.path)!r}" if self.path else ""
                 raise CommHookStateError(
                     f"state of hook {self.hook.name!r}{at}, {key!r}: {problem}. It is damaged, or "
@@ -38,15 +38,22 @@ class HookPart:
                     "on all ranks: load_state_dict(saved | {'state': {}})"
                 )
 
+    def problem(self, key: Any, entry: Any) -> str | None:
+        """Describe what is wrong with the form of an entry."""
+        if key != EXTRA_STATE:
+            return entry_problem(entry)
+        is_json = isinstance(entry, Mapping) and all(isinstance(it, str) for it in entry.values())
+        return None if is_json else f"expected JSON by name, found {entry!r:.60}"
+
     def is_same(self, key: Any, name: str) -> bool:
         """Return whether all replicas have the same numbers in a field."""
         declared = None if self.is_spread else self.declared(key).get(name)
         return declared is not None and declared.across_ranks == "same"
 
-    def same_fields(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return key, name and shape of each tensor that all replicas must have."""
+    def same_fields(self) -> list[tuple[str, str, str]]:
+        """Return key, name, and shape or JSON, of each value that all replicas must have."""
         return sorted(
-            (key, name, tuple(value.shape))
+            (key, name, value if isinstance(value, str) else f"shape {tuple(value.shape)}")
             for key, entry in self.entries.items()
             for name, value in entry.items()
             if (field := self.declared(key).get(name)) and field.across_ranks == "same"
@@ -57,6 +64,8 @@ class HookPart:
         return {field.name: field for field in self.fields(key) or ()}
 
     def _misfit(self, key: Any, entry: Mapping[str, Tensor]) -> str | None:
+        if key == EXTRA_STATE:
+            return None
         fields = self.fields(key)
         if fields is not None:
             return entry_problem(entry, fields)
@@ -76,6 +85,8 @@ class HookPart:
         """Return the declared fields of a parameter or bucket; None: the hook declares none."""
         if key in self.gradients:
             return self.hook.state_fields(self.gradients[key])
+        if key == EXTRA_STATE:
+            return [StateField(name, "same", ()) for name in self.entries.get(key, ())]
         is_bucket = isinstance(key, str) and re.fullmatch("[0-9a-f]{16}", key)
         return (self.hook.bucket_fields() or None) if is_bucket else None
 
@@ -123,5 +134,5 @@ def merge(one: Any, other: Any) -> Any:
 
 
 def count(state: Any) -> int:
-    """Return the number of tensors."""
-    return sum(1 for _ in instances_in(state, Tensor))
+    """Return the number of tensors and of extra values."""
+    return sum(1 for kind in (Tensor, str) for _ in instances_in(state, kind))

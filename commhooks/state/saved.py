@@ -118,10 +118,10 @@ class _Outcome:
     layout: Layout | None = None
     """The layout of the ranks that saved the state; None: there is no state."""
     sums: Mapping[Key, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    same_fields: Mapping[tuple[str, ...], Sequence[tuple[str, str, tuple[int, ...]]]] = field(
+    same_fields: Mapping[tuple[str, ...], Sequence[tuple[str, str, str]]] = field(
         default_factory=dict
     )
-    """Key, name and shape of the fields that all replicas must have, by the path of the hook."""
+    """The :meth:`HookPart.same_fields` by the path of the hook."""
 
 
 class _Loading:
@@ -185,10 +185,10 @@ def _mismatch(of_ranks: Sequence[_Outcome], shards: int) -> str | None:
             key = (each.rank % shards, path)
             rank, expected = same_fields.setdefault(key, (each.rank, fields))
             if fields != expected:
-                entry, name, shape = min(set(fields) ^ set(expected))
+                entry, name, value = min(set(fields) ^ set(expected))
                 return (
                     f"the states of ranks {rank} and {each.rank} do not match: only one of them "
-                    f"has {name!r} of {entry!r} in shape {shape}"
+                    f"has {name!r} of {entry!r} as {value:.60}"
                 )
     return None
 

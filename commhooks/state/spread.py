@@ -13,7 +13,6 @@ from torch import Tensor
 
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
-from commhooks.hook.state import entry_problem
 from commhooks.precision import at_least_float32
 from commhooks.state.entries import HookPart, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of, rows_of
@@ -90,7 +89,7 @@ class Spread:
                 "of parts of them. Begin without the state of the hook"
             )
         fields = part.fields(name)
-        if problem := entry_problem(entry):
+        if problem := part.problem(name, entry):
             raise CommHookStateError(f"{state}, {name!r}: {problem}. It is damaged")
         if fields is None and name in part.gradients:
             raise CommHookStateError(

@@ -25,6 +25,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -270,6 +271,7 @@ inline bool run_grid(dim3 grid, dim3 block) {
   return true;
 }
 
+// Only the last parameter may be a struct, so each one begins at the argument of its number.
 template <typename... Parameters, size_t... places>
 void call(
     void (*kernel)(Parameters...), void** arguments, std::index_sequence<places...> /*places*/) {
@@ -287,14 +289,17 @@ int launch(
     void** arguments,
     char* error,
     size_t room) {
+  constexpr size_t bytes = (sizeof(Parameters) + ...);
+  using Last = std::tuple_element_t<sizeof...(Parameters) - 1, std::tuple<Parameters...>>;
   static_assert(
-      ((sizeof(Parameters) == 8) && ...),
-      "the launcher passes pointers, long long and double; see commhooks/kernels/launcher.py");
+      bytes % 8 == 0 && bytes - sizeof(Last) == 8 * (sizeof...(Parameters) - 1),
+      "the launcher passes pointers, long long and double, and a struct of these as the last one; "
+      "see commhooks/kernels/source.py");
   const std::lock_guard<std::mutex> lock(machine.mutex);
   machine.error.clear();
   machine.is_backward = is_backward != 0;
-  if (argument_count != sizeof...(Parameters)) {
-    machine.error = "expected " + std::to_string(sizeof...(Parameters)) + " arguments, found " +
+  if (argument_count * 8ul != bytes) {
+    machine.error = "expected " + std::to_string(bytes / 8) + " arguments, found " +
         std::to_string(argument_count);
   } else if (block[0] * block[1] * block[2] > 1024 || grid[1] > 65535 || grid[2] > 65535) {
     machine.error = "the block or the grid is larger than a GPU allows";

@@ -161,6 +161,19 @@ def test_state_of_buckets() -> None:
         of_plain.check()
 
 
+def test_extra_state_of_nested_hooks() -> None:
+    inner, again = Plain(), Plain()
+    inner.extra_state = {"plan": [1, {"a": None}], "since": 3}
+    saved = Wrapper(Wrapper(inner)).state_dict()
+    assert saved == {
+        ".inner": {".inner": {".extra_state": {"plan": '[1, {"a": null}]', "since": "3"}}}
+    }
+    Wrapper(Wrapper(again)).load_state_dict(saved)
+    assert again.extra_state == inner.extra_state
+    Wrapper(Wrapper(again)).load_state_dict({})
+    assert again.extra_state == {}
+
+
 @pytest.mark.parametrize(("kind", "expected"), [(Divided, 1.0), (Keeping, 1.0 + 2 * 4.0)])
 def test_own_fields_count_if_the_hook_keeps_them(kind: type[Divided], expected: float) -> None:
     hook = kind()
@@ -241,6 +254,8 @@ def option(name: str, kind: Any, **default: Any) -> None:
         ("changes_parameters", partial(option, "changes_parameters", bool)),
         ("capturable_from", partial(type, "Text", (Plain,), {"capturable_from": "now"})),
         ("model_info", partial(option, "model_info", str, model_info="x")),
+        ("extra_state", partial(option, "extra_state", str, extra_state="x")),
+        ("state", partial(option, "state", str, state="x")),
         ("prepare", partial(type, "Value", (Plain,), {"prepare": 3})),
         ("native", partial(type, "Flag", (Plain,), {"native": True})),
         ("bucket_key", partial(option, "bucket_key", str)),

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from emulation import emulated
+from emulation import EmulationError, emulated
 from support.matrix_buckets import (
     DTYPES,
     Bucket,
@@ -19,6 +19,8 @@ from torch import Tensor
 from commhooks.algorithms.lowrank.compressor import HalfStep, project_batch
 from commhooks.algorithms.lowrank.kernel_compressor import make_compressor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
+from commhooks.kernels import launch
+from commhooks.kernels.source import LOWRANK, kernel_name
 from commhooks.testing.compare import same_bits
 
 # k, n, m, r: below, at and above vectors, rows that are handled together, and blocks.
@@ -125,6 +127,12 @@ def test_results_beyond_the_range_of_half_precision_go_to_errors(has_error):
 def test_apply_beyond_the_ranks_of_kernels(finite, dtype):
     with emulated():
         check_apply(Bucket([(2, 258, 260, 257)], dtype), [Side.RIGHT], finite)
+
+
+def test_the_members_of_a_struct_are_counted():
+    kernel = kernel_name("apply", "float", "float")
+    with emulated(), pytest.raises(EmulationError, match="expected 14 arguments, found 1"):
+        launch(LOWRANK, kernel, (torch.zeros(4),), grid=1)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

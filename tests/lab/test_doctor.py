@@ -2,11 +2,14 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,16 +128,26 @@ def test_interfaces_of_a_host(named: str, words: list[str]) -> None:
 
 def test_several_interfaces_and_none_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    known = {"eth0": "192.0.2.1", "ib0": "198.51.100.1"}
-    monkeypatch.setattr(doctor, "interfaces", lambda: known)
-    monkeypatch.setattr(doctor, "interface_of", {a: name for name, a in known.items()}.get)
-    monkeypatch.setattr(doctor, "gloo_addresses", lambda: ["192.0.2.1"])
+    addresses = {
+        "lo": [(socket.AF_INET, "127.0.0.1")],
+        "eth0": [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "fe80::1%eth0")],
+        "ib0": [(socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1")],
+    }
+    known = {
+        name: [SimpleNamespace(family=family, address=address) for family, address in each]
+        for name, each in addresses.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    monkeypatch.setattr(doctor, "_gloo_addresses", lambda: ["192.0.2.1"])
     finding = find("Gloo network")
     assert finding.health is Health.FINE
     assert finding.found.startswith("eth0 (192.0.2.1")
     assert "ib0 (198.51.100.1" in finding.remedy
-    monkeypatch.setattr(doctor, "is_down", lambda name: name == "eth0")
-    assert find("Gloo network").health is Health.ABSENT
+    down = SimpleNamespace(isup=False, speed=1000)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": down})
+    finding = find("Gloo network")
+    assert finding.health is Health.ABSENT
+    assert finding.found.startswith("eth0 (192.0.2.1, 1 Gbit/s, down)")
 
 
 def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

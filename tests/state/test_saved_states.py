@@ -50,6 +50,7 @@ SCHEDULE = {"name": "schedule", "stages": [[0, "int8"], [5, "topk"]]}
 ROUTE = {"name": "route", "rules": [["matrix", "topk"]], "default": "dgc"}
 DILOCO = {"name": "diloco", "period": 1}
 POWERSGD = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
+GUARD = {"name": "guard", "inner": "int4", "max_error": 0.01, "every": 1}
 REFUSED: list[tuple[Any, Change, str]] = [
     ("topk", without("error"), r"'topk', 'matrix': field 'error': .* shape \(12, 10\), found none"),
     ("dgc", without("velocity"), "'velocity': expected float32 or float64 .* found none"),
@@ -81,6 +82,17 @@ REFUSED: list[tuple[Any, Change, str]] = [
         lambda saved: of_rank(saved)[".default"].update(of_rank(saved)[".rules.0.1"]),
         "'dgc' at '.default', 'matrix': there is no such parameter",
     ),
+    (
+        GUARD,
+        lambda saved: same_state(saved)[".extra_state"].update(since=torch.ones(1)),
+        r"'guard', '.extra_state': expected JSON by name, found .*tensor",
+    ),
+    (
+        GUARD,
+        lambda saved: same_state(saved)[".extra_state"].update(since='"now"'),
+        "'guard': expected a step, found 'now'",
+    ),
+    (GUARD, lambda saved: same_state(saved).pop(".extra_state"), "expected 1 tensors .*, found 0"),
     ("int8", lambda saved: saved.update(step=2**70), "a step of at least 0"),
     ("int8", lambda saved: saved.update(version=0), "of version 2, found 0"),
 ]
@@ -115,6 +127,13 @@ def differ(rank: int, size: int) -> None:
     ):
         handle.load_state_dict(saved | {"state": {} if rank else saved["state"]})
     assert same_bits(handle.state_dict(), saved)
+    guard = trained(GUARD, rank).handle
+    saved = guard.state_dict()
+    other = copy.deepcopy(saved)
+    same_state(other)[".extra_state"]["since"] = str(rank)
+    with pytest.raises(commhooks.CommHookStateError, match=r"has 'since' of '.extra_state' as 0"):
+        guard.load_state_dict(other)
+    assert same_bits(guard.state_dict(), saved)
 
 
 def test_states_of_different_steps_or_contents_are_refused(run_ranks: Any) -> None:

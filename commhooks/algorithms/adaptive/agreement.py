@@ -40,23 +40,21 @@ class Agreement:
     def __init__(self, decide: Callable[[Sequence[Any], int], object]) -> None:
         self._decide = decide
         self._bytes = _LEAST_BYTES
+        self.begin(None)
         self.cancel()
 
-    def cancel(self) -> None:
-        """Forget what was sent. All ranks have to."""
-        self._message: bytes | None = None
+    def begin(self, report: object) -> None:
+        """Send the report from this step on."""
+        self.is_open = True
+        """Whether ranks have yet to agree."""
+        self._message = pickle.dumps(report)
         self._has_gathered = False
         self._sent: tuple[int, int, HostCopy] | None = None
         """The step in which the last message was sent, this rank, and the result."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether ranks have yet to agree."""
-        return self._message is not None
-
-    def begin(self, report: object) -> None:
-        """Send the report from this step on."""
-        self._message = pickle.dumps(report)
+    def cancel(self) -> None:
+        """Forget what was sent. All ranks have to."""
+        self.is_open, self._sent = False, None
 
     def begin_step(self, step: int) -> Any:
         """Read what the step before has sent. Return what rank 0 has decided, None until then."""
@@ -80,7 +78,7 @@ class Agreement:
 
     async def send(self, comm: Communicator, device: torch.device) -> None:
         """Send what is due in this step, if anything."""
-        if self._message is None:
+        if not self.is_open:
             return
         message = len(self._message).to_bytes(_HEADER) + self._message
         tensor = torch.frombuffer(

@@ -7,8 +7,7 @@
     then:           parts follow the new plan; residuals are added to the gradients once
 """
 
-import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ from commhooks.algorithms.adaptive.choices import (
     exact_names,
     group_parameters,
     hook_of_spec,
-    hooks_of_plan,
     plan_of,
     wire_bytes_of,
 )
@@ -32,16 +30,16 @@ from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.planner import Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
-from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
 from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.options import Limits, Made, from_json, hook_default
 from commhooks.hook.registry import register_hook
-from commhooks.hook.spec import spec_of
-from commhooks.hook.state import StateField
+from commhooks.hook.spec import hook_spec, spec_of
+from commhooks.hook.state import no_state
 from commhooks.planning import Plan
 from reducer import GradBucket
 from reducer.backends import family_of
@@ -55,29 +53,14 @@ Candidate = Annotated[CommHook, Made(hook_of_spec)]
 class Auto(CommHook):
     """Choose a hook for each group of parameters, such that steps are short and averages close.
 
-    A group is the parameters of a bucket with the same role and a similar size. In some of the
-    first steps, and later every ``replan`` steps, the hook measures the link, backward, and on
-    samples of the gradients the error of each candidate. It then uses the plan that makes a step
-    shortest while the relative error of a step's average stays within the limit. What backward
-    hides stays exact. All ranks have the same plan. ``handle.hook.plan`` shows it, and
-    ``handle.hook.history`` why and when it changed.
-
-    When a parameter changes its hook, what the former one has not sent is added to its next
-    gradient. Momenta of hooks such as ``dgc`` are lost.
-
-    Until the first plan, averages are exact. They stay exact with one rank, where no candidate
-    keeps the error within the limit, and where the bytes of plain averages take less than 5 % of a
-    step; ``plan`` then says so.
-
-    The limit holds for the error of the average of a step, as sampled: not for the loss.
+    In some of the first steps, and later every ``replan`` steps, the hook measures the link,
+    backward, and on samples of the gradients the error of each candidate. It then uses the plan
+    that makes a step shortest while the relative error of a step's average, as sampled, stays
+    within the limit. All ranks have the same plan. ``handle.hook.plan`` shows it, and
+    ``handle.hook.history`` why and when it changed. Until the first plan, averages are exact.
 
     Wire: that of the chosen hooks, and samples and reports, which take about 1 % of the time.
     Memory: that of the chosen hooks, and samples of at most 1,048,576 elements.
-
-    Metrics: ``error`` of the plan and its ``limit``, ``predicted_seconds`` of a step, the number of
-    ``plans`` made, the estimates ``link_megabits_per_second`` and ``link_round_microseconds``, and
-    ``planning_share``, what measuring and planning has taken of the time so far. ``step_seconds``
-    is what a step takes on the slowest rank, to compare with the prediction.
 
     Raises:
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or
@@ -100,6 +83,7 @@ class Auto(CommHook):
     replan: Annotated[int, Limits(ge=1)] = 500
     """Make a new plan after at most this many steps."""
 
+    state_fields = no_state
     wire = "what the chosen hooks send, and now and then samples and a report"
 
     def __post_init__(self) -> None:
@@ -109,7 +93,13 @@ class Auto(CommHook):
         self._parameters: Mapping[str, Tensor] = {}
         self._exact_names: set[str] = set()
         if self.plan is not None:
-            own = hooks_of_plan(self.plan, self.name)
+            try:
+                specs = dict.fromkeys(row.hook for row in self.plan.rows)
+                own = {spec: hook_spec(spec).create() for spec in specs}
+            except CommHookError as error:
+                raise CommHookOptionError(
+                    f"option 'plan' of hook {self.name!r}: {error}"
+                ) from error
             self.candidates = [*own.values()]
         else:
             self.candidates = default_candidates() if self.candidates is None else self.candidates
@@ -175,7 +165,7 @@ class Auto(CommHook):
             return None
         hooks, measuring = set(self._table.table.values()), self._measuring
         is_idle = measuring is None or measuring.is_idle(step)
-        if len(hooks) != 1 or not is_idle or self._table.is_moving:
+        if len(hooks) != 1 or not is_idle or self._table.moving:
             return None
         return list(self._hooks.values())[hooks.pop()].native(group)
 
@@ -200,17 +190,10 @@ class Auto(CommHook):
 
     # ---------------------------------------------------------------------------- state and config
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:  # noqa: ARG002
-        return ()
-
-    def bucket_fields(self) -> Sequence[StateField]:
-        return (StateField("json", "same", (None,), torch.uint8),)
-
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
         if self._measuring is not None and self.history:
-            text = bytearray(json.dumps(self._measuring.course.to_json()).encode())
-            self.state = {STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
+            self.extra_state = self._measuring.course.to_json()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,11 +201,8 @@ class Auto(CommHook):
         if self._measuring is None:
             self._table.refresh()
             return
-        course = Course()
         try:
-            if entry := self.state.get(STATE_KEY):
-                course = from_json(Course, json.loads(bytes(entry["json"].tolist())))
-            self._measuring.load(course)
+            self._measuring.load(from_json(Course, self.extra_state))
             self._use_plan()
         except (KeyError, TypeError, ValueError) as error:
             raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.route import Matcher, Rule
-from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.algorithms.wrappers.route import Rule, predicate_of
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.model_info import Role
 from commhooks.hook.registry import declared_candidates
@@ -66,14 +66,6 @@ def plan_of(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def hooks_of_plan(plan: Plan, owner: str) -> dict[str, CommHook]:
-    """Return the hooks of a plan by their specs. Raises CommHookOptionError."""
-    try:
-        return {spec: hook_spec(spec).create() for spec in {row.hook: None for row in plan.rows}}
-    except CommHookError as error:
-        raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
-
-
 def check_names(plan: Plan, parameters: Collection[str], owner: str) -> None:
     """Raise CommHookError if a plan with groups is for other parameters."""
     planned = set(plan.hook_of())
@@ -96,8 +88,8 @@ def exact_names(
 
     Raises CommHookOptionError if a rule is invalid.
     """
-    matchers = [Matcher.of(str(rule), f"exact.{i}", roles or {}) for i, rule in enumerate(rules)]
-    return {name for name, p in parameters.items() if any(m.matches(name, p) for m in matchers)}
+    predicates = [predicate_of(str(r), f"exact.{i}", roles or {}) for i, r in enumerate(rules)]
+    return {name for name, p in parameters.items() if any(m(name, p) for m in predicates)}
 
 
 def group_parameters(

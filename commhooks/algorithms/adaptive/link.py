@@ -38,6 +38,15 @@ class Probe:
     byte_seconds: float
     byte_cpu_seconds: float
 
+    def network(self, size: int) -> Network:
+        """Return ``size`` nodes of one rank each, with these costs of a round and of a byte."""
+        rate = min(8 / self.byte_seconds, _UNLIMITED) if self.byte_seconds > 0 else _UNLIMITED
+        return Network(size, Link(rate, self.round_seconds, payload_share=1.0), Link(_UNLIMITED))
+
+    def backend(self, name: str) -> Backend:
+        """Return the costs of a backend. Those of a round are the network's."""
+        return NCCL() if name == NCCL.name else Gloo(0.0, 0.0, self.byte_cpu_seconds)
+
 
 UNKNOWN = Probe(math.inf, math.inf, math.inf)
 """Costs before the first probe."""
@@ -67,11 +76,10 @@ def probe_of(
     clock: Clock, moments: Sequence[Moment], cpu: float, nbytes: int, backend: str, size: int
 ) -> Probe:
     """Return the costs of messages. Waits for the device."""
-    took = list(starmap(clock.seconds, pairwise(moments)))
+    took, rounds = list(starmap(clock.seconds, pairwise(moments))), Probe(1.0, 0.0, 0.0)
     one, long = (
-        backend_of(backend).cost(
-            Collective("all_reduce", float(each), ALL),
-            network_of(Probe(1.0, 0.0, 0.0), size),  # so that seconds are rounds
+        rounds.backend(backend).cost(
+            Collective("all_reduce", float(each), ALL), rounds.network(size)
         )
         for each in (4, nbytes)
     )
@@ -106,17 +114,6 @@ def probe_elements(before: Probe, model_bytes: int, size: int) -> int:
         nbytes = _LONG_SECONDS / max(before.byte_seconds, 1e-15)
     sent = min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
     return math.ceil(tensor_bytes("all_reduce", sent, size) / 4)
-
-
-def backend_of(name: str, byte_cpu_seconds: float = 0.0) -> Backend:
-    """Return the costs of a backend. Those of a round are the network's."""
-    return NCCL() if name == NCCL.name else Gloo(0.0, 0.0, byte_cpu_seconds)
-
-
-def network_of(link: Probe, size: int) -> Network:
-    """Return ``size`` nodes of one rank each, with these costs of a round and of a byte."""
-    rate = min(8 / link.byte_seconds, _UNLIMITED) if link.byte_seconds > 0 else _UNLIMITED
-    return Network(size, Link(rate, link.round_seconds, payload_share=1.0), Link(_UNLIMITED))
 
 
 def tensor_bytes(operation: str, wire_bytes: float, size: int) -> float:

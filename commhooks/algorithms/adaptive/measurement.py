@@ -1,4 +1,4 @@
-"""Measurements of a rank for ``auto``: those on the agenda of a step, and their report."""
+"""Measurements of a rank for ``auto``, and their report."""
 
 import logging
 import math
@@ -17,14 +17,15 @@ from torch import Tensor
 from commhooks.algorithms.adaptive.agreement import Agreement
 from commhooks.algorithms.adaptive.choices import Buckets
 from commhooks.algorithms.adaptive.link import ALL, probe, tensor_bytes
-from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report
+from commhooks.algorithms.adaptive.planner import Course, Planner, Report
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable
 from commhooks.algorithms.wrappers.timing import Clock, Moment, Run
 from commhooks.algorithms.wrappers.trial import Check, Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
-from commhooks.planning import Choice, Group
+from commhooks.hook.derived_bucket import bucket_with
+from commhooks.planning import Choice
 from reducer import GradBucket
 
 _LOG = logging.getLogger("commhooks")
@@ -34,8 +35,20 @@ _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 
 
 @dataclass
+class _Part:
+    """A group of a bucket, and the hooks that are measured on it in a step."""
+
+    index: int
+    names: Sequence[str]
+    checked: str
+    """The lossy hook in use, in a step that checks it; otherwise empty."""
+    tried: Sequence[str]
+    sample: GradBucket | None = None
+
+
+@dataclass
 class Measurement:
-    """Measures what is on the agenda of the ``course`` that ranks have agreed on.
+    """Measures what ranks have agreed on with their ``course``.
 
     Numbers of a device are read in a later step, so that the host waits only if it is a step ahead
     of the device.
@@ -64,7 +77,7 @@ class Measurement:
 
     def load(self, course: Course) -> None:
         """Take over a plan and its history, and measure from the beginning."""
-        self.course = replace(course, agenda=None)
+        self.course = replace(course, start=None)
         self._buckets: Buckets = []
         """The buckets of the present step so far."""
         self._former: Buckets = []
@@ -97,8 +110,8 @@ class Measurement:
         The same on all ranks: a later step than that with the last new plan shows that it has
         succeeded everywhere, so residuals have moved.
         """
-        agenda = self.course.agenda
-        is_early = agenda is not None and self._followed < step < agenda.start
+        start = self.course.start
+        is_early = start is not None and self._followed < step < start
         return is_early and not self._agreement.is_open
 
     def begin_step(self, step: int) -> bool:
@@ -115,58 +128,75 @@ class Measurement:
                 for decision in course.history[len(before.history) :]:
                     _LOG.info("auto, step %d: %s", decision.step, decision)
             if step != self._step:  # a step that has failed begins again
-                self._look_at_buckets(step)
+                former, self._former = self._former, self._buckets
+                # Measure from the beginning if the same new buckets came twice.
+                if self._buckets == former and former not in ([], self._planned):
+                    self._clear()
+                    self._planned, self._planner = former, self.planner_of(former)
+                    self.course = self._planner.begin(self.course, step)
             self._step, self._buckets = step, []
-            agenda = self.course.agenda
-            if agenda is not None and step == agenda.start:
+            start = self.course.start
+            if step == start:
                 self._begin_trials()
-            if agenda is not None and step >= agenda.report and not self._agreement.is_open:
-                self._agreement.begin(self.report(agenda))
+            if start is not None and step >= self.course.report and not self._agreement.is_open:
+                self._agreement.begin(self.report())
         return self.course.plan != before.plan
-
-    def _look_at_buckets(self, step: int) -> None:
-        """Measure from the beginning if the same new buckets came twice."""
-        former, self._former = self._former, self._buckets
-        if self._buckets == former and self._buckets not in ([], self._planned):
-            self._clear()
-            self._planned, self._planner = former, self.planner_of(former)
-            self.course = self._planner.begin(self.course, step)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of a bucket. Measure before and after it what is due."""
-        agenda, step, report = self.course.agenda, bucket.step, self._report
+        course, step, report = self.course, bucket.step, self._report
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
-        if agenda is None or self.is_idle(step):
+        if course.start is None or self.is_idle(step):
             return await self.table.reduce(bucket, comm)
-        names, every = set(bucket.names), enumerate(self._planner.groups)
-        groups = {i: group for i, group in every if names.issuperset(group.names)}
-        is_check = agenda.is_check(step)
-        lossy = self._planner.lossy(self.course) if is_check else {}
-        lossy = {key: names for key, names in lossy.items() if key[0] in groups}
-        tried = {i: groups[i] for i in agenda.trials if i in groups and agenda.is_trial(step)}
         with self._spending():
             if bucket.index() == 0:
                 self._launches[step] = []
                 await self._agreement.send(comm, bucket.buffer().device)
             self._launches.setdefault(step, []).append(comm.launched)
-            samples = {i: self._draw_sample(agenda, bucket, i) for i in tried}
-            check = Check.of(bucket, lossy, partial(self.table.residual, comm.size), _CHECKED)
+            parts = self._parts(bucket)
+            checked = {(part.index, part.checked): part.names for part in parts if part.checked}
+            check = Check(bucket, checked, partial(self.table.residual, comm.size), _CHECKED)
         average = await self.table.reduce(bucket, comm)
         with self._spending():
             for key, squares in (await check.squares(average, comm)).items():
                 self._put(report.errors, key, squares, lambda pair: relative_error(*pair))
-            for i, sample in samples.items():
-                for hook in agenda.trials[i]:
-                    await self._try(i, hook, sample, comm, is_last=step == agenda.report - 1)
-            if is_check:
-                self._measure_norms(bucket, groups, average)
+            for part in parts:
+                for hook in part.tried:
+                    await self._try(part, hook, comm, is_last=step == course.report - 1)
+            if course.is_check(step):
+                gradients = dict(
+                    zip(bucket.names, bucket_with(bucket, average).gradients(), strict=True)
+                )
+                for part in parts:
+                    norms = torch._foreach_norm([gradients[name] for name in part.names])  # noqa: SLF001
+                    squares = torch.stack(norms).double().square().sum()
+                    self._put(report.norms, part.index, squares, math.sqrt)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
-                if bucket.is_last() and agenda.probe:
+                if bucket.is_last() and course.probe:
                     device, backend = bucket.buffer().device, self._planner.backend
-                    costs = await probe(agenda.probe, device, comm, self.clock, backend)
+                    costs = await probe(course.probe, device, comm, self.clock, backend)
                     self._reads.append(lambda: setattr(report, "probe", costs()))
         self._ends[step] = self.clock.now()
         return average
+
+    def _parts(self, bucket: GradBucket) -> list[_Part]:
+        """Return the groups of a bucket, with samples of those on which hooks are tried."""
+        groups, names, found = self._planner.groups, set(bucket.names), list[_Part]()
+        course, step = self.course, bucket.step
+        trials = course.trials if course.is_trial(step) else {}
+        lossy = dict(self._planner.lossy(course)) if course.is_check(step) else {}
+        share = sum(each.elements for each in groups) * _SAMPLE_SHARE
+        size = int(min(max(share, _LEAST_SAMPLE), _MOST_SAMPLE))
+        for i, group in enumerate(groups):
+            if not names.issuperset(group.names):
+                continue
+            part = _Part(i, group.names, lossy.get(i, ""), trials.get(i, ()))
+            if part.tried:
+                order = list(trials)
+                index, is_last = order.index(i), i == order[-1]
+                part.sample = draw_sample(bucket, part.names, size, index=index, is_last=is_last)
+            found.append(part)
+        return found
 
     def recover(self) -> None:
         """Forget what may differ between ranks, because the step has failed on some rank."""
@@ -178,43 +208,24 @@ class Measurement:
         for trial in self.trials.values():
             trial.begin()
 
-    def _draw_sample(self, agenda: Agenda, bucket: GradBucket, group: int) -> GradBucket:
-        """Return a sample of a group that hooks are tried on."""
-        groups, trials = self._planner.groups, list(agenda.trials)
-        share = sum(each.elements for each in groups) * _SAMPLE_SHARE
-        size = int(min(max(share, _LEAST_SAMPLE), _MOST_SAMPLE))
-        index, is_last = trials.index(group), group == trials[-1]
-        return draw_sample(bucket, groups[group].names, size, index=index, is_last=is_last)
-
-    async def _try(
-        self, group: int, hook: str, sample: GradBucket, comm: Communicator, *, is_last: bool
-    ) -> None:
+    async def _try(self, part: _Part, hook: str, comm: Communicator, *, is_last: bool) -> None:
         """Let a hook average a sample, with what it has not sent in the steps before."""
-        trial, run = self.trials[hook], Run(self.clock)
-        names = {(group, hook): sample.names} if is_last else {}
-        check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
+        assert part.sample is not None
+        trial, run, sample, size = self.trials[hook], Run(self.clock), part.sample, comm.size
+        names = {(part.index, hook): sample.names} if is_last else {}
+        check = Check(sample, names, partial(trial.residual, size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
-        size, elements = comm.size, sample.buffer().numel()
 
         def outcome(pair: Sequence[float]) -> Choice:
             collectives = tuple(
                 Collective(name, tensor_bytes(name, sent, size), ALL)
                 for name, sent in run.collectives
             )
+            elements = sample.buffer().numel()
             return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
 
         for key, squares in (await check.squares(average, comm)).items():
             self._put(self._report.outcomes, key, squares, outcome)
-
-    def _measure_norms(
-        self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
-    ) -> None:
-        flat = average.view(-1)
-        places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
-        views = {name: flat[i : i + length] for name, i, length in places}
-        for i, group in groups.items():
-            norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
-            self._put(self._report.norms, i, torch.stack(norms).double().square().sum(), math.sqrt)
 
     def _put(
         self, into: dict[Any, Any], key: object, found: Tensor, value: Callable[[Any], object]
@@ -223,21 +234,16 @@ class Measurement:
         copy = HostCopy(found)
         self._reads.append(lambda: into.update({key: value(copy.read())}))
 
-    def report(self, agenda: Agenda) -> Report:
-        """Return the measurements of earlier steps."""
+    def report(self) -> Report:
+        """Return the measurements of earlier steps. Times are medians over the steps."""
         for read in self._reads:
             read()
-        if not agenda.trials:
-            self._report_times(agenda)
-        return self._report
-
-    def _report_times(self, agenda: Agenda) -> None:
-        """Put medians over the steps that were timed into the report, if there are any."""
         launches, ends, seconds = self._launches, self._ends, self.clock.seconds
-        steps = range(agenda.start, agenda.report - 1)
+        first, end = self.course.start or 0, self.course.report - 1
+        steps = () if self.course.trials else range(first, end)
         timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
         if not timed:
-            return
+            return self._report
         gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
         between = [0.0, *map(median, zip(*gaps, strict=True))]
         buckets = zip(self._planned, between, strict=True)
@@ -246,6 +252,7 @@ class Measurement:
         self._report.step = StepTrace(traces, median(after), is_native=False)
         whole = (seconds(launches[s][0], launches[s + 1][0]) for s in timed)
         self._report.step_seconds, self._report.cores = median(whole), self.clock.cores()
+        return self._report
 
     @contextmanager
     def _spending(self) -> Iterator[None]:

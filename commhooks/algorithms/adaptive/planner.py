@@ -6,7 +6,7 @@
     try     each candidate on samples of some groups        solve() ─► a plan
     check   as look, with the errors of the hooks in use    a reason for another plan? ─► try, solve
 
-    Agenda ── each rank measures ──► Reports ── Planner.decide() on rank 0 ──► Course of all ranks
+    Course ── each rank measures ──► Reports ── Planner.decide() on rank 0 ──► Course of all ranks
 """
 
 import math
@@ -15,15 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from commhooks.algorithms.adaptive.link import (
-    ALL,
-    UNKNOWN,
-    Probe,
-    backend_of,
-    link_of,
-    network_of,
-    probe_elements,
-)
+from commhooks.algorithms.adaptive.link import ALL, UNKNOWN, Probe, link_of, probe_elements
 from commhooks.costs.step_trace import Collective, StepTrace
 from commhooks.planning import Choice, Group, Plan, Problem, solve
 from commhooks.planning.problem import overhead_of, relative
@@ -50,36 +42,6 @@ _NO_PLAN = Plan.exact("Average exactly: nothing has been measured yet.")
 _UNTIMED = StepTrace((), 0.0, is_native=False)
 _UNTRIED = {0: Choice((0.0, 0.0), (Collective("all_reduce", 4.0, ALL),), 0.0, elements=1)}
 """Plain averaging of an element, until plain averaging was tried."""
-
-
-@dataclass(frozen=True)
-class Agenda:
-    """Measurements of all ranks in some steps from ``start`` on, reported in the step after these.
-
-    Either candidates are tried in all of them. Or steps are timed, and in the last one errors and
-    norms are measured, and the link is probed. Groups are given by their positions.
-    """
-
-    start: int
-    reason: str
-    """Why it leads to a new plan, unless a check finds another reason."""
-    trials: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """The hooks that are tried on groups."""
-    probe: int = 0
-    """Elements of each long message of the probe."""
-
-    @property
-    def report(self) -> int:
-        """The step in which ranks report."""
-        return self.start + (_TRIED if self.trials else _TIMED + 1)
-
-    def is_trial(self, step: int) -> bool:
-        """Return whether candidates are tried in this step."""
-        return bool(self.trials) and self.start <= step < self.report
-
-    def is_check(self, step: int) -> bool:
-        """Return whether errors and norms are measured in this step, and the link."""
-        return not self.trials and step == self.report - 1
 
 
 @dataclass
@@ -127,17 +89,42 @@ class Decision:
 
 @dataclass(frozen=True)
 class Course:
-    """The values that all ranks have agreed on."""
+    """The values that all ranks have agreed on: the plan in use, and what they measure next.
+
+    They measure in some steps from ``start`` on, and report in the step after these. Either
+    candidates are tried in all of them. Or steps are timed, and in the last one errors and norms
+    are measured, and the link is probed.
+    """
 
     plan: Plan = _NO_PLAN
     history: tuple[Decision, ...] = ()
-    agenda: Agenda | None = None
     metrics: Mapping[str, float] = field(default_factory=lambda: {"plans": 0.0})
     """Numbers about the plan in use and the link, as measured last."""
+    start: int | None = None
+    reason: str = ""
+    """Why the report leads to a new plan, unless a check finds another reason."""
+    trials: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """The hooks that are tried on groups, which are given by their positions."""
+    probe: int = 0
+    """Elements of each long message of the probe."""
+
+    @property
+    def report(self) -> int:
+        """The step in which ranks report."""
+        assert self.start is not None
+        return self.start + (_TRIED if self.trials else _TIMED + 1)
+
+    def is_trial(self, step: int) -> bool:
+        """Return whether candidates are tried in this step."""
+        return bool(self.trials) and self.report - _TRIED <= step < self.report
+
+    def is_check(self, step: int) -> bool:
+        """Return whether errors and norms are measured in this step, and the link."""
+        return not self.trials and step == self.report - 1
 
     def to_json(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, in JSON's types. It measures again."""
-        return asdict(replace(self, agenda=None))
+        return asdict(Course(self.plan, self.history, self.metrics))
 
 
 @dataclass
@@ -179,32 +166,30 @@ class Planner:
     def begin(self, course: Course, step: int) -> Course:
         """Return the course from ``step`` on, if nothing has been measured yet."""
         reason = "new buckets, or a resumed run" if course.history else "the first plan"
-        return replace(course, agenda=self._check(step, reason))
+        return self._check(course, step, reason)
 
-    def lossy(self, course: Course) -> dict[tuple[int, str], Sequence[str]]:
-        """Return the names of each group whose hook in use has an error, by group and hook."""
-        hooks, every = course.plan.hook_of(), enumerate(self.groups)
-        used = {(i, hooks.get(group.names[0], self._plain)): group.names for i, group in every}
-        return {key: names for key, names in used.items() if key[1] not in self.lossless}
+    def lossy(self, course: Course) -> list[tuple[int, str]]:
+        """Return each group whose hook in use has an error, and the hook."""
+        hooks = course.plan.hook_of()
+        used = [(i, hooks.get(group.names[0], self._plain)) for i, group in enumerate(self.groups)]
+        return [(i, hook) for i, hook in used if hook not in self.lossless]
 
     def decide(self, reports: Sequence[Report], course: Course, step: int) -> Course:
         """Return the course from the next step on, by what all ranks have reported."""
-        agenda = course.agenda
-        assert agenda is not None
         self._take(reports)
         problem = self._problem(course)
-        if problem is None or (agenda.trials and not self._outcomes):
+        if problem is None or (course.trials and not self._outcomes):
             # Gradients were not finite, or a rank has not seen the steps.
-            return replace(course, agenda=replace(agenda, start=step + 1))
-        reason = agenda.reason
-        if not agenda.trials:
+            return replace(course, start=step + 1)
+        reason = course.reason
+        if not course.trials:
             since = step - course.history[-1].step if course.history else self.replan
             if self._outcomes and not (reason := self._why_new(problem, course, since)):
                 period = min(self._period(course, step), self.replan - since)
                 return self._go_on(problem, course, step, period)
             if (since >= self.replan or not self._outcomes) and (trials := self._trials()):
                 if self._outcomes or not (why := self._why_exact(problem, course)):
-                    return replace(course, agenda=Agenda(step + 1, reason, trials))
+                    return replace(course, start=step + 1, reason=reason, trials=trials, probe=0)
                 exact = plan_of(problem, problem.uniform(problem.plain), why)
                 return self._change(problem, course, exact, step, reason)
         return self._change(problem, course, solve(problem, course.plan.hook_of()), step, reason)
@@ -244,8 +229,8 @@ class Planner:
             overheads,
             tuple(groups),
             step,
-            network_of(link, self.size),
-            backend_of(self.backend, link.byte_cpu_seconds),
+            link.network(self.size),
+            link.backend(self.backend),
             self._slowest.cores,
             self._limit(course),
         )
@@ -306,8 +291,8 @@ class Planner:
             "link_round_microseconds": self._link.round_seconds * 1e6,
             "step_seconds": self._slowest.step_seconds,
         }
-        agenda = self._check(step + max(period - _TIMED, 2), self._regular)
-        return replace(course, agenda=agenda, metrics=metrics)
+        course = self._check(course, step + max(period - _TIMED, 2), self._regular)
+        return replace(course, metrics=metrics)
 
     def _change(
         self, problem: Problem, before: Course, plan: Plan, step: int, reason: str
@@ -344,9 +329,10 @@ class Planner:
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
         return self._regular if since >= self.replan else ""
 
-    def _check(self, start: int, reason: str) -> Agenda:
+    def _check(self, course: Course, start: int, reason: str) -> Course:
         """Time steps, probe the link, and compare what the lossy hooks in use return."""
-        return Agenda(start, reason, probe=probe_elements(self._link, self.model_bytes, self.size))
+        elements = probe_elements(self._link, self.model_bytes, self.size)
+        return replace(course, start=start, reason=reason, trials={}, probe=elements)
 
     def _trials(self) -> dict[int, list[str]]:
         """Return the candidates for the largest groups, and for those of most norm the reference.

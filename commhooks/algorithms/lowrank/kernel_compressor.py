@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -51,32 +52,44 @@ def _has_cupy(device: torch.device) -> bool:
     return True
 
 
+class _Factor(NamedTuple):
+    """The struct Factor of lowrank.cu."""
+
+    start: int
+    first_block: int
+    span: int = 0
+    further: int = 0
+
+
 class _Matrix(NamedTuple):
-    """One matrix of a bucket: its shape, and where its numbers are, in elements.
+    """The struct Matrix of lowrank.cu. Those of rank 0 are exact ranges, and come last."""
 
-    A matrix of rank 0 stands for a range that is sent uncompressed, in one row; these come last.
-    """
-
+    first_block: int
     gradient: int
     error: int
-    left: int
-    right: int
     rows: int
     columns: int
     rank: int
+    factors: Sequence[_Factor]
 
 
-def _matrices(plan: MatrixPlan) -> Iterator[_Matrix]:
-    """Yield those of all batches, and then the exact ranges."""
-    error = left = right = 0
-    for batch in plan.batches:
-        n, m, r = batch.rows, batch.columns, batch.rank
-        for i in range(len(batch.keys)):
-            yield _Matrix(batch.offset + i * batch.spacing, error, left, right, n, m, r)
-            error, left, right = error + n * m, left + n * r, right + r * m
-    for start, stop in plan.exact:
-        yield _Matrix(start, 0, left, right, 1, stop - start, 0)
-        left, right = left + stop - start, right + stop - start
+class _Step(NamedTuple):
+    """The struct Step of lowrank.cu."""
+
+    all_finite: Tensor
+    matrices: Tensor
+    matrix_count: int
+    errors: Tensor | None
+    bucket: Tensor
+    halves: int
+    left_apart: int
+    right_apart: int
+    own_left: Tensor
+    own_right: Tensor
+    mean_left: Tensor
+    mean_right: Tensor
+    exact: Tensor
+    exact_side: Side
 
 
 class KernelCompressor(Compressor):
@@ -91,10 +104,8 @@ class KernelCompressor(Compressor):
         self, plan: MatrixPlan, buffer: Tensor, state: TensorState, **options: Any
     ) -> None:
         super().__init__(plan, buffer, state, **options)
-        like, matrices = self._like, list(_matrices(plan))
-        self._all = len(matrices)
-        self._count = sum(matrix.rank > 0 for matrix in matrices)
-        self._largest_rank = max((matrix.rank for matrix in matrices), default=0)
+        like = self._like
+        self._largest_rank = max((batch.rank for batch in plan.batches), default=0)
         # The ranks that a kernel for products is compiled for; None if they are too high for all.
         self._highest = next(
             (rank for rank in LOWRANK_RANKS[like.dtype] if self._largest_rank <= rank), None
@@ -102,40 +113,50 @@ class KernelCompressor(Compressor):
         self._vector = 16 // like.itemsize
         self._further = [0, 0]  # elements of the sums over further spans, by side
         self._project_blocks = [[0, 0], [0, 0]]  # by side: for matrices, and with exact ranges
-        self._blocks = 0
-        rows = []
-        for matrix in matrices:
-            head = (self._blocks, matrix.gradient, matrix.error, *matrix[-3:])
-            factors = (self._factor(side, matrix) for side in Side)
-            rows.append((*head, *(word for factor in factors for word in factor)))
-            self._blocks += blocks_for(-(-matrix.rows // _ROWS) * self._vectors(matrix))
+        self._blocks = 0  # of `apply`
+        matrices = list(self._matrices())
+        self._all = len(matrices)
+        self._count = sum(matrix.rank > 0 for matrix in matrices)
+        rows = [(*each[:-1], *chain.from_iterable(each.factors)) for each in matrices]
         self._table = _on_device(rows, like)
         self._bases = [_Bases(side, matrices[: self._count], like) for side in Side]
         self._type, self._element = TYPES[like.dtype], ELEMENTS[buffer.dtype]
 
-    def _factor(self, side: Side, matrix: _Matrix) -> tuple[int, int, int, int]:
-        """Return the struct Factor of lowrank.cu, and count the sums and blocks it needs."""
-        blocks = self._project_blocks[side]
-        start, first_block, further = matrix[2 + side], blocks[1], self._further[side]
-        if matrix.rank == 0:
-            blocks[1] += blocks_for(self._vectors(matrix))
-            return start, first_block, 0, 0
-        summed, length = matrix.columns, matrix.rows
-        if side is Side.RIGHT:
-            summed, length = length, summed
-        span = max(_SPANS[side], -(-summed // (32 * _MOST_SPANS)) * 32)  # of whole vectors
-        spans = -(-summed // span)
-        if side is Side.LEFT:
-            together = 32 // (self._highest or 32)
-            threads = 32 * -(-length // together) * spans
-        else:
-            threads = self._vectors(matrix) * spans
-        self._further[side] += matrix.rank * length * (spans - 1)
-        blocks[:] = 2 * [first_block + blocks_for(threads)]
-        return start, first_block, span, further
+    def _matrices(self) -> Iterator[_Matrix]:
+        """Yield those of all batches, and then the exact ranges."""
+        error, starts = 0, [0, 0]
+        for batch in self.plan.batches:
+            shape = batch.rows, batch.columns, batch.rank
+            for i in range(len(batch.keys)):
+                yield self._matrix(batch.offset + i * batch.spacing, error, shape, starts)
+                error += batch.rows * batch.columns
+        for start, stop in self.plan.exact:
+            yield self._matrix(start, 0, (1, stop - start, 0), starts)
 
-    def _vectors(self, matrix: _Matrix) -> int:
-        return -(-matrix.columns // self._vector)
+    def _matrix(
+        self, gradient: int, error: int, shape: tuple[int, int, int], starts: list[int]
+    ) -> _Matrix:
+        """Return a matrix with the next blocks; ``starts`` are those of its factors, by side."""
+        rows, columns, rank = shape
+        first_block, vectors = self._blocks, -(-columns // self._vector)
+        self._blocks += blocks_for(-(-rows // _ROWS) * vectors)
+        factors = []
+        for side, summed, length in ((Side.LEFT, columns, rows), (Side.RIGHT, rows, columns)):
+            blocks, further = self._project_blocks[side], self._further[side]
+            if rank == 0:
+                factors.append(_Factor(starts[side], blocks[1]))
+                blocks[1] += blocks_for(vectors)
+                starts[side] += columns
+                continue
+            span = max(_SPANS[side], -(-summed // (32 * _MOST_SPANS)) * 32)  # of whole vectors
+            spans = -(-summed // span)
+            together = 32 // (self._highest or 32)
+            threads = 32 * -(-length // together) if side is Side.LEFT else vectors
+            factors.append(_Factor(starts[side], blocks[1], span, further))
+            self._further[side] += rank * length * (spans - 1)
+            blocks[:] = 2 * [blocks[1] + blocks_for(threads * spans)]
+            starts[side] += rank * length
+        return _Matrix(first_block, gradient, error, rows, columns, rank, factors)
 
     def orthonormalize(self, side: Side, factors: Tensor) -> Tensor:
         where, name = self._bases[side], kernel_name("orthonormalize", self._type)
@@ -188,11 +209,27 @@ class KernelCompressor(Compressor):
     def apply(
         self, sent: Sequence[HalfStep], first: HalfStep, buffer: Tensor, all_finite: Tensor
     ) -> None:
-        factors = (self._concatenate(side, of_side) for side, of_side in factors_of(sent))
-        step = (all_finite, self._table, self._all, self.error, buffer, len(sent))
-        arguments = (*step, *self.plan.factor_elements, *factors, first.mean, first.side)
+        own_left, own_right, mean_left, mean_right = (
+            self._concatenate(side, of_side) for side, of_side in factors_of(sent)
+        )
+        step = _Step(
+            all_finite=all_finite,
+            matrices=self._table,
+            matrix_count=self._all,
+            errors=self.error,
+            bucket=buffer,
+            halves=len(sent),
+            left_apart=self.plan.factor_elements[Side.LEFT],
+            right_apart=self.plan.factor_elements[Side.RIGHT],
+            own_left=own_left,
+            own_right=own_right,
+            mean_left=mean_left,
+            mean_right=mean_right,
+            exact=first.mean,
+            exact_side=first.side,
+        )
         kernel = kernel_name("apply", self._type, self._element)
-        launch(LOWRANK, kernel, arguments, grid=self._blocks)
+        launch(LOWRANK, kernel, step, grid=self._blocks)
 
     def keep(self, half: HalfStep, all_finite: Tensor) -> None:
         side = half.side
@@ -230,12 +267,9 @@ class _Bases:
         self.triangles = 0
         """Elements of the triangles of all tall factors."""
         for matrix in matrices:
-            rank, start = matrix.rank, matrix[2 + side]
-            rows, strides = (
-                (matrix.rows, (rank, 1))
-                if side is Side.LEFT
-                else (matrix.columns, (1, matrix.columns))
-            )
+            rank, start = matrix.rank, matrix.factors[side].start
+            is_left, rows = side is Side.LEFT, (matrix.rows, matrix.columns)[side]
+            strides = (rank, 1) if is_left else (1, rows)
             self.longest = max(rows, self.longest)
             if rows <= _TALL:
                 panels.append(_Panel(start, *strides, rows, rank, start))

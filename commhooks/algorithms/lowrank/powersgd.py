@@ -126,9 +126,15 @@ class PowerSGD(CommHook):
         buffer = bucket.buffer()
         if bucket.step < self.start_step:
             return await comm.all_reduce(buffer.div_(comm.size))
-        compressor = self._compressor(bucket)
+        compressor = self._compressors.get(bucket, self.state)
+        if compressor is None:  # the composition of the bucket has changed
+            compressor = self._compressors.put(bucket, self._make_compressor(bucket))
         sides = self._sides(bucket.step)
-        factors = self._starting_factors(compressor, sides[0].other, bucket.step)
+        start = sides[0].other
+        if self.warm_start:
+            factors = compressor.factors[start]
+        else:
+            factors = compressor.draw_factors(start, self.seed, bucket.step)
         halves: list[HalfStep] = []
         for side in sides:
             basis = compressor.orthonormalize(side.other, factors)
@@ -166,11 +172,6 @@ class PowerSGD(CommHook):
         """Return the half steps whose products are sent. See Note [Sent + error]."""
         return [half for half in halves if not self.two_sided or half.side is Side.RIGHT]
 
-    def _starting_factors(self, compressor: Compressor, side: Side, step: int) -> Tensor:
-        if self.warm_start:
-            return compressor.factors[side]
-        return compressor.draw_factors(side, self.seed, step)
-
     def _commit(self, compressor: Compressor, halves: Sequence[HalfStep], buffer: Tensor) -> None:
         """Update errors, warm-start factors and the bucket. See Note [One commit]."""
         sent, all_finite = self._sent(halves), halves[-1].all_finite
@@ -178,13 +179,6 @@ class PowerSGD(CommHook):
         for half in sent:
             if half.side in compressor.factors:
                 compressor.keep(half, all_finite)
-
-    def _compressor(self, bucket: GradBucket) -> Compressor:
-        """Return the bucket's compressor, a new one when its composition has changed."""
-        compressor = self._compressors.get(bucket, self.state)
-        if compressor is None:
-            compressor = self._compressors.put(bucket, self._make_compressor(bucket))
-        return compressor
 
     def _make_compressor(self, bucket: GradBucket) -> Compressor:
         return make_compressor(

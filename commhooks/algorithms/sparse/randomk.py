@@ -31,6 +31,7 @@ from commhooks.algorithms.sparse.selection import (
     kept_elements,
 )
 from commhooks.algorithms.sparse.shared_topk import average_at
+from commhooks.codecs.finite import mark
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Limits
@@ -70,7 +71,7 @@ class RandomK(SparseHook):
         buffer = bucket.buffer()
         error = self._error(bucket)
         total = to_memory_dtype(buffer)
-        flag = add_and_check(total, error)
+        is_damaged = add_and_check(total, error)
         n, k = buffer.numel(), self._k(bucket)
         indices = draw_indices(n, k, comm.generator, like=buffer)
         own = total.index_select(0, indices) / comm.size
@@ -79,7 +80,7 @@ class RandomK(SparseHook):
         else:
             # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
             own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
-        own[:1] += flag.to(own.dtype)
+        mark(own, is_damaged)
         return await average_at(indices, own, total=total, error=error, buffer=buffer, comm=comm)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:

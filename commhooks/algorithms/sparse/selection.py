@@ -96,16 +96,15 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
 
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
-    """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN."""
+    """Add ``error`` to ``gradient``; return () bool: whether a sum is not finite."""
     if backend_of(gradient) is None:
-        bad = select_above(gradient, error, math.inf)
-        return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
+        return torch.tensor(select_above(gradient, error, math.inf).numel() > 0)
     _check(gradient, error)
-    flag = gradient.new_zeros(1)
+    is_damaged = gradient.new_zeros((), dtype=torch.bool)
     kernel = kernel_name("add_and_check", TYPES[gradient.dtype])
-    arguments = (gradient, error, gradient.numel(), flag)
+    arguments = (gradient, error, gradient.numel(), is_damaged)
     launch(SELECTION, kernel, arguments, grid=streaming_blocks(gradient))
-    return flag
+    return is_damaged
 
 
 def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tensor) -> Tensor:

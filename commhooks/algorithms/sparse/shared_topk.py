@@ -37,7 +37,7 @@ from commhooks.algorithms.sparse.messages import (
     write_message,
 )
 from commhooks.algorithms.sparse.selection import add_and_check, scatter_add, select_largest
-from commhooks.codecs.finite import copy_if, is_known_false, select
+from commhooks.codecs.finite import copy_if, is_known_false, mark, select
 from commhooks.codecs.index_code import IndexCode, words_of
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
@@ -74,12 +74,12 @@ class SharedTopK(WarmedUp):
         buffer = bucket.buffer()
         error = self._error(bucket)
         total = to_memory_dtype(buffer)
-        flag = add_and_check(total, error)
+        is_damaged = add_and_check(total, error)
         indices, intact = await _choose_in_turn(total, partial(self.kept, bucket), comm)
         # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
         share = total.index_select(0, indices) / comm.size
         share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
-        share[:1] += select(intact, flag, torch.nan).to(share.dtype)
+        mark(share, is_damaged | ~intact)
         if comm.wants_contribution and self.tells_contribution:
             sent = share.to(total.dtype) * comm.size
             comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)

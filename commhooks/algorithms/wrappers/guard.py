@@ -9,27 +9,26 @@
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.host_copy import HostCopy
-from commhooks.algorithms.wrappers.table import STATE_KEY, HookTable, check_candidate
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 
 _LOG = logging.getLogger("commhooks")
 _MOST_SAMPLE = 1 << 20
-_INNER, _FALLBACK = 0, 1
 
 
 @register_hook("guard")
@@ -40,16 +39,11 @@ class Guard(CommHook):
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
     average. If the relative error of its average exceeds ``max_error``, all ranks log a warning and
-    use ``fallback`` from the next step on. On CUDA the host reads the error as late as that, so it
-    does not wait unless it is a step ahead of the device. What the inner hook has not sent is added
-    to the next gradients. After ``cooldown`` steps, if that is set, the inner hook is measured
-    again, and used again if its error is within the bound.
+    use ``fallback`` from the next step on. What the inner hook has not sent is added to the next
+    gradients.
 
     Wire: that of the hook in use. In steps that measure, also an exact average of at most 1,048,576
     elements, what the inner hook sends for these, and 16 bytes.
-
-    Metrics: ``last_error`` of the inner hook, ``is_fallback`` (0 or 1), and the number of
-    ``fallbacks`` since the hook was created. They are the same on all ranks.
 
     Raises:
         CommHookOptionError: a hook changes parameters, has no consensus, or skips steps.
@@ -67,6 +61,7 @@ class Guard(CommHook):
     """Steps after which the inner hook is measured again; never, if None."""
 
     lossless = True
+    state_fields = no_state
     wire = "what the hook in use sends, and in some steps a sample"
 
     def __post_init__(self) -> None:
@@ -78,35 +73,40 @@ class Guard(CommHook):
         self._step = -1
         self._buckets = 0  # of this step, so far
         self._turn = 0  # the index of the bucket that is measured in this step, if any
-        self._found: dict[int, HostCopy] = {}  # by step: the squares of a trial from each rank
+        self._found: tuple[int, HostCopy] | None = None  # a step, and the squares of all ranks
         self._last_error = 0.0
-        self._fallbacks = 0
         self._notes: list[tuple[int, str]] = []
+        self._fallbacks = 0
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)
         self._trial = Trial(self.inner, parameters, group, self.model_info.roles)
         self._names = tuple(parameters)
-        self._found.clear()
+        self._found = None
         self._use()
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        step, sample = bucket.step, None
         if bucket.index() == 0:
-            self._begin_step(bucket.step)
+            self._begin_step(step)
         self._buckets += 1
-        sample = None
-        if comm.size > 1 and bucket.index() == self._turn and self._measures(bucket.step):
-            sample = self._sample(bucket, comm.size)
+        is_due = step % self.every == 0
+        if is_due and self.is_fallback:
+            since = self.extra_state["since"]
+            is_due = self.cooldown is not None and step - since >= self.cooldown
+        if is_due and comm.size > 1 and bucket.index() == self._turn:
+            residual, turn = functools.partial(self._table.residual, comm.size), step // self.every
+            sample = draw_sample(bucket, bucket.names, _MOST_SAMPLE, residual=residual, turn=turn)
         average = await self._table.reduce(bucket, comm)
         if sample is not None:
             squares = await self._trial.run(sample, comm)
-            self._found[bucket.step] = HostCopy(await comm.all_gather(squares))
+            self._found = step, HostCopy(await comm.all_gather(squares))
         return average
 
     @property
     def is_fallback(self) -> bool:
         """Whether the fallback is in use."""
-        return STATE_KEY in self.state
+        return "since" in self.extra_state
 
     def notes(self) -> list[tuple[int, str]]:
         return sorted(self._notes)
@@ -119,18 +119,14 @@ class Guard(CommHook):
         }
         return own | super().metrics()
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:  # noqa: ARG002
-        return ()
-
-    def bucket_fields(self) -> Sequence[StateField]:
-        return (StateField("since", "same", (), torch.int64),)
-
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        if not isinstance(since := self.extra_state.get("since", 0), int):
+            raise CommHookStateError(f"hook {self.name!r}: expected a step, found {since!r}")
         self._use()
 
     def recover(self) -> None:
@@ -147,23 +143,20 @@ class Guard(CommHook):
         if step != self._step:
             self._step = step
             self._turn = (step // self.every) % max(self._buckets, 1)
-        found = self._found.pop(step - 1, None)
-        self._found.clear()
-        if found is not None:
-            self._judge(max(relative_error(*squares) for squares in found.read()), step)
+        found, self._found = self._found, None
+        if found is not None and found[0] == step - 1:
+            error = max(relative_error(*squares) for squares in found[1].read())
+            if error == error:  # or gradients were not finite
+                self._judge(error, step)
         self._buckets = 0
         self._table.begin_step()
 
     def _judge(self, error: float, step: int) -> None:
-        if error != error:
-            return  # gradients were not finite
         self._last_error = error
-        is_beyond = error > self.max_error
-        if is_beyond == self.is_fallback:
-            if is_beyond:
-                self.state = {STATE_KEY: {"since": torch.tensor(step)}}
+        was_fallback, is_beyond = self.is_fallback, error > self.max_error
+        self.extra_state = {"since": step} if is_beyond else {}
+        if is_beyond == was_fallback:
             return
-        self.state = {STATE_KEY: {"since": torch.tensor(step)}} if is_beyond else {}
         self._fallbacks += is_beyond
         hook = self.fallback if is_beyond else self.inner
         relation = "exceeds" if is_beyond else "is within"
@@ -175,22 +168,5 @@ class Guard(CommHook):
         _LOG.warning("guard, step %d: %s", step, note)
         self._use()
 
-    def _measures(self, step: int) -> bool:
-        if step % self.every:
-            return False
-        if not self.is_fallback:
-            return True
-        since = int(self.state[STATE_KEY]["since"])
-        return self.cooldown is not None and step - since >= self.cooldown
-
     def _use(self) -> None:
-        self._table.change(dict.fromkeys(self._names, _FALLBACK if self.is_fallback else _INNER))
-
-    def _sample(self, bucket: GradBucket, size: int) -> GradBucket:
-        return draw_sample(
-            bucket,
-            bucket.names,
-            _MOST_SAMPLE,
-            residual=functools.partial(self._table.residual, size),
-            turn=bucket.step // self.every,
-        )
+        self._table.change(dict.fromkeys(self._names, int(self.is_fallback)))

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, TypeAlias, cast
 
 import torch
@@ -64,19 +64,13 @@ class Route(CommHook):
     ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
     default={"name": "powersgd", "rank": 4})``. The first rule that matches a parameter decides.
 
-    A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive):
-    ``*`` matches any text including dots, ``?`` one character, and ``[ab]`` one of the characters.
-    Or it is a role: "@1d" matches parameters of at most one dimension, as biases and norms are,
-    "@embedding" and "@output" those with this role in the model, see
-    :func:`commhooks.hook.roles.roles_of`. A role that no parameter has is no error. Or it is a
-    predicate: a function ``fn(name, parameter) -> bool`` defined in a module, "module:function" in
-    configs.
+    A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive); a
+    role: "@1d" for parameters of at most one dimension, "@embedding" and "@output" as in
+    :func:`commhooks.hook.roles.roles_of`; or a predicate ``fn(name, parameter) -> bool`` defined in
+    a module, "module:function" in configs. A role that no parameter has is no error.
 
-    Each hook gets buckets that contain only its own parameters. They are numbered from 0 in each
-    step, and the last one is marked as the last. There are two exceptions to the mark. On torch DDP
-    with ``skip_all_reduce_unused_params``, which does not tell which buckets it leaves out, only
-    the hook of the model's last bucket is sure to see the mark. Inside ``skip_nonfinite`` no bucket
-    is marked if the last one is dropped.
+    Each hook gets buckets that contain only its own parameters, numbered from 0 in each step. The
+    last one is marked, but for two exceptions: see docs/hooks/route.md.
 
     Memory: a copy of each bucket with several routes until its average has arrived.
 
@@ -100,13 +94,39 @@ class Route(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._routing = Routing(self._hooks, {})
-        self._matchers()
+        self._predicates()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Find the hook of each parameter, and prepare each hook for its parameters."""
-        table = choose(self._matchers(), parameters, has_default=self.default is not None)
-        self._routing = Routing(self._hooks, table)
+        self._routing = Routing(self._hooks, self._table(parameters))
         super().prepare(parameters, group)
+
+    def _table(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the position in ``_hooks`` of each parameter's hook."""
+        rules, predicates = [str(rule) for rule, _ in self.rules], self._predicates()
+        matching = {
+            name: [i for i, matches in enumerate(predicates) if matches(name, parameter)]
+            for name, parameter in parameters.items()
+        }
+        used = {positions[0] for positions in matching.values() if positions}
+        for i, rule in enumerate(rules):
+            if i in used or rule in _ROLES:
+                continue
+            if names := [name for name, positions in matching.items() if i in positions]:
+                raise CommHookError(
+                    f"hook 'route': earlier rules take all that rule {rule!r} matches, "
+                    f"{_listed(names)}; move it to the front, or remove it"
+                )
+            raise CommHookError(
+                f"hook 'route': rule {rule!r} matches no parameter of the model, which has "
+                f"{_listed(list(matching))}"
+            )
+        unmatched = [name for name, positions in matching.items() if not positions]
+        if unmatched and self.default is None:
+            raise CommHookError(
+                f"hook 'route': no rule matches {_listed(unmatched)}; add a rule, or a default"
+            )
+        return {name: (*positions, len(rules))[0] for name, positions in matching.items()}
 
     def nested_parameters(
         self, parameters: Mapping[str, Tensor]
@@ -140,11 +160,9 @@ class Route(CommHook):
     def _hooks(self) -> list[CommHook]:
         return [hook for _, hook in self.rules] + ([] if self.default is None else [self.default])
 
-    def _matchers(self) -> "list[Matcher]":
-        return [
-            Matcher.of(str(rule), f"rules.{i}.0", self.model_info.roles)
-            for i, (rule, _) in enumerate(self.rules)
-        ]
+    def _predicates(self) -> list[Predicate]:
+        rules, roles = enumerate(self.rules), self.model_info.roles
+        return [predicate_of(str(rule), f"rules.{i}.0", roles) for i, (rule, _) in rules]
 
 
 class Routing:
@@ -179,7 +197,10 @@ class Routing:
         """Let each hook average its parameters of a bucket, and write what it has contributed."""
         average, parts, wants = bucket.buffer(), self.parts(bucket), contribution is not None
         for i, part in parts:
-            own = self.next_bucket(i, part)
+            # The next bucket of the hook, now and not before: while other hooks waited, it may have
+            # got a part of a later bucket. On torch DDP, others of its buckets may be left out.
+            index, is_last = self._progress[i].advance(part.names, bucket.left_out)
+            own = part.bucket(index, is_last=is_last or bucket.is_last())
             nested = comm.within(self._hooks[i], key=own.key, wants_contribution=wants)
             found = await self.run(i, own, nested)
             if contribution is not None and nested.contribution is not None:
@@ -202,112 +223,47 @@ class Routing:
         ]
         return None if None in costs else sum(cast("list[int]", costs))
 
-    def next_bucket(self, i: int, part: BucketPart) -> GradBucket:
-        """Return the next bucket of hook ``i``.
-
-        Call it when the hook begins, not before: while other hooks wait, hook ``i`` may get a part
-        of a later bucket.
-        """
-        index, is_last = self._progress[i].advance(part.names, part.whole.left_out)
-        # On torch DDP, other buckets of the hook may have been left out.
-        return part.bucket(index, is_last=is_last or part.whole.is_last())
-
 
 _ROLES = ("@1d", "@embedding", "@output")
 
 
-@dataclass(frozen=True)
-class Matcher:
-    """A rule, and whether it matches a parameter."""
-
-    rule: str
-    matches: Predicate
-    may_be_unused: bool = False
-
-    @classmethod
-    def of(cls, rule: str, path: str, roles: Mapping[str, Role] | None) -> "Matcher":
-        """Parse a rule. ``path`` names the option in errors, ``roles`` are of parameters."""
-        if rule.startswith("@"):
-            return cls(rule, _of_role(rule, path, roles), may_be_unused=True)
-        match = _PREDICATE.fullmatch(rule)
-        if match is None:
-            return cls(rule, lambda name, _: fnmatchcase(name, rule))
-        module, name = match.groups()
-        try:
-            found = operator.attrgetter(name)(importlib.import_module(module))
-        except (ImportError, AttributeError) as error:
-            raise CommHookOptionError(
-                f"option {path!r} of hook 'route': a rule with a colon is a predicate, "
-                f"module:function, but there is no {name!r} in a module {module!r} ({error})"
-            ) from error
-        if not callable(found):
-            raise CommHookOptionError(
-                f"option {path!r} of hook 'route': expected {rule} to be a function of a "
-                f"parameter's name and the parameter, found {found!r}"
-            )
-        return cls(rule, found)
-
-
-def _of_role(rule: str, path: str, roles: Mapping[str, Role] | None) -> Predicate:
-    if rule not in _ROLES:
+def predicate_of(rule: str, path: str, roles: Mapping[str, Role] | None) -> Predicate:
+    """Parse a rule. ``path`` names the option in errors, ``roles`` are of parameters."""
+    if rule in _ROLES:
+        return partial(_has_role, rule, roles)
+    if rule.startswith("@"):
         raise CommHookOptionError(
             f"option {path!r} of hook 'route': expected one of the roles {', '.join(_ROLES)}, "
             f"found {rule!r}"
         )
+    match = _PREDICATE.fullmatch(rule)
+    if match is None:
+        return lambda name, _: fnmatchcase(name, rule)
+    module, name = match.groups()
+    try:
+        found: Predicate = operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise CommHookOptionError(
+            f"option {path!r} of hook 'route': a rule with a colon is a predicate, "
+            f"module:function, but there is no {name!r} in a module {module!r} ({error})"
+        ) from error
+    if not callable(found):
+        raise CommHookOptionError(
+            f"option {path!r} of hook 'route': expected {rule} to be a function of a "
+            f"parameter's name and the parameter, found {found!r}"
+        )
+    return found
+
+
+def _has_role(rule: str, roles: Mapping[str, Role] | None, name: str, parameter: Tensor) -> bool:
     if rule == "@1d":
-        return lambda _, parameter: parameter.dim() <= 1
-
-    def has_role(name: str, _: Tensor) -> bool:
-        if roles is None:
-            raise CommHookError(
-                f"hook 'route': rule {rule!r} needs the modules of the model, and only its "
-                "parameters are known here; use patterns for their names"
-            )
-        return roles.get(name) == rule[1:]
-
-    return has_role
-
-
-def choose(
-    matchers: Sequence[Matcher], parameters: Mapping[str, Tensor], *, has_default: bool
-) -> dict[str, int]:
-    """Return the position of the first matching rule for each parameter.
-
-    The position of the default is the number of rules.
-
-    Raises:
-        CommHookError: a rule is the first match of no parameter and is not for a role, or no rule
-            matches a parameter and there is no default.
-    """
-    matching = {
-        name: [i for i, matcher in enumerate(matchers) if matcher.matches(name, parameter)]
-        for name, parameter in parameters.items()
-    }
-    _check_all_used(matchers, matching)
-    unmatched = [name for name, positions in matching.items() if not positions]
-    if unmatched and not has_default:
+        return parameter.dim() <= 1
+    if roles is None:
         raise CommHookError(
-            f"hook 'route': no rule matches {_listed(unmatched)}; add a rule, or a default"
+            f"hook 'route': rule {rule!r} needs the modules of the model, and only its "
+            "parameters are known here; use patterns for their names"
         )
-    return {
-        name: positions[0] if positions else len(matchers) for name, positions in matching.items()
-    }
-
-
-def _check_all_used(matchers: Sequence[Matcher], matching: Mapping[str, list[int]]) -> None:
-    used = {positions[0] for positions in matching.values() if positions}
-    for i, matcher in enumerate(matchers):
-        if i in used or matcher.may_be_unused:
-            continue
-        if names := [name for name, positions in matching.items() if i in positions]:
-            raise CommHookError(
-                f"hook 'route': earlier rules take all that rule {matcher.rule!r} matches, "
-                f"{_listed(names)}; move it to the front, or remove it"
-            )
-        raise CommHookError(
-            f"hook 'route': rule {matcher.rule!r} matches no parameter of the model, which has "
-            f"{_listed(list(matching))}"
-        )
+    return roles.get(name) == rule[1:]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -26,13 +26,10 @@ class Schedule(CommHook):
 
     ``schedule([(0, "allreduce"), (1000, {"name": "powersgd", "rank": 4})])`` averages exactly in
     steps 0 to 999. Steps are the synchronized backward passes of the training, including those
-    before a resume. Nested hooks count the same steps, so their ``start_step`` is not relative to
-    their stage.
+    before a resume, also for nested hooks: their ``start_step`` is not relative to their stage.
 
-    When a hook will not be used again, its state is cleared and the memory freed. With a ``cycle``
-    the state is kept until the hook's next turn, unless ``keep_state`` is false: then it is cleared
-    at the end of each of the hook's stages. State that stages should share, such as an error,
-    belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
+    When a hook will not be used again, its state is cleared. State that stages should share, such
+    as an error, belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
 
     Raises:
         CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of
@@ -94,8 +91,11 @@ class Schedule(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         hook = self.hook_at(bucket.step)
-        if hook is not self._last_used:
-            self._switch(hook)
+        if hook is not self._last_used:  # also in the first step after a resume
+            self._last_used = hook
+            for _, other in self.stages if self.cycle is None or not self.keep_state else ():
+                if other is not hook:
+                    other.load_state_dict({})
         nested = comm.within(hook, wants_contribution=comm.wants_contribution)
         average = await hook.reduce(bucket, nested)
         comm.contribution = nested.contribution
@@ -109,11 +109,3 @@ class Schedule(CommHook):
         if self.cycle is not None:
             step %= self.cycle
         return next(hook for start, hook in reversed(self.stages) if start <= step)
-
-    def _switch(self, hook: CommHook) -> None:
-        """Clear the state of unused hooks. Also called in the first step after a resume."""
-        self._last_used = hook
-        if self.cycle is None or not self.keep_state:
-            for _, other in self.stages:
-                if other is not hook:
-                    other.load_state_dict({})

@@ -14,7 +14,7 @@ before its inner hook runs:
     yes:     the inner hook runs
 
 Packing checks this rank's gradients in passing. On a GPU the host does not wait for the vote: after
-a "no" the inner hook gets infinity or NaN on all ranks, so that it returns NaN and keeps its state,
+a "no" the inner hook gets NaN on all ranks, so that it returns NaN and keeps its state,
 as all hooks do, and zeros replace its result.
 
 The step as a whole is handled afterwards:
@@ -28,14 +28,14 @@ The step as a whole is handled afterwards:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.codecs.finite import all_finite, is_known_false, select
+from commhooks.codecs.finite import all_finite, is_known_false, mark, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
@@ -64,19 +64,10 @@ class SkipNonfinite(CommHook):
             optimizer.step()
 
     Do not use it with a ``GradScaler``, which checks gradients itself and has to see non-finite
-    ones to adapt its scale. Combine it with ``error_feedback`` as
-    ``skip_nonfinite(error_feedback(...))``.
-
-    Metrics, counted since the hook was created: ``skipped_steps``, ``skipped_buckets``, and
-    ``last_step_was_skipped`` (0 or 1). They are the same on all ranks if the inner hook's results
-    are.
+    ones to adapt its scale. See Note [Dropped steps].
 
     Raises:
         CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
-
-    On CUDA the host waits for the device only when metrics or ``last_step_was_skipped`` are read,
-    and once in each step with ``whole_steps``; dropped buckets are sent too. See Note [Dropped
-    steps].
     """
 
     inner: CommHook = hook_default("allreduce")
@@ -94,7 +85,11 @@ class SkipNonfinite(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._skips = _Skips()
+        # On the gradients' device, so that the host waits for it only if they are read: the
+        # skipped steps and buckets before the last step, and of each bucket of the last step, ()
+        # bool, whether it was kept.
+        self._skipped: tuple[Tensor | int, Tensor | int] = (0, 0)
+        self._kept: list[Tensor] = []
         self._passed_on = 0  # buckets of this step that the inner hook got
         self._withheld: list[str] = []  # parameters of the buckets that it did not get
         self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
@@ -107,7 +102,9 @@ class SkipNonfinite(CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)
-        self._skips.to_host()  # on a device they belong to the stream of an earlier registration
+        # On a device they belong to the stream of an earlier registration.
+        steps, buckets = self._totals()
+        self._skipped, self._kept = (int(steps), int(buckets)), []
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         inner = self.inner.collectives(rank, size)
@@ -118,16 +115,19 @@ class SkipNonfinite(CommHook):
             self._begin_step()
         buffer = bucket.buffer()
         vote = await comm.all_reduce(bucket.all_finite().float().view(1), op="min")
-        finite = vote.view(()) != 0
-        if is_known_false(finite):
+        is_dropped = vote.view(()) == 0
+        if is_known_false(vote):
             self._withheld += bucket.names
-            return self._drop(bucket, finite)
-        buffer[:1].div_(vote)  # by zero, to tell the inner hook: see Note [Dropped steps]
-        average = await self.inner.reduce(self._numbered(bucket), comm.within(self.inner))
-        finite = all_finite(average) & finite
+            return self._drop(bucket, ~is_dropped)
+        mark(buffer, is_dropped)  # for the inner hook: see Note [Dropped steps]
+        index, self._passed_on = self._passed_on, self._passed_on + 1
+        if self._withheld:  # number the bucket without those that the inner hook does not get
+            bucket = bucket_with(bucket, buffer, index=index, withheld=self._withheld)
+        average = await self.inner.reduce(bucket, comm.within(self.inner))
+        finite = all_finite(average) > is_dropped
         if is_known_false(finite):
             return self._drop(bucket, finite)
-        self._skips.of_buckets.append(finite)
+        self._kept.append(finite)
         return select(finite, average, 0.0)
 
     @property
@@ -136,10 +136,10 @@ class SkipNonfinite(CommHook):
 
         Waits for the device.
         """
-        return bool(self._skips.in_step() > 0)
+        return bool(self._dropped() > 0)
 
     def metrics(self) -> dict[str, float]:
-        steps, buckets = self._skips.totals()
+        steps, buckets = self._totals()
         own = {
             "skipped_steps": float(steps),
             "skipped_buckets": float(buckets),
@@ -165,60 +165,30 @@ class SkipNonfinite(CommHook):
 
     def _begin_step(self) -> None:
         self._undo()
-        self._skips.begin_step()
+        self._skipped, self._kept = self._totals(), []
         self._passed_on = 0
         self._withheld = []
         if self.whole_steps:
             self._before = self.inner.state_dict()
 
-    def _numbered(self, bucket: GradBucket) -> GradBucket:
-        """Return the bucket, numbered without the buckets that the inner hook does not get."""
-        index = self._passed_on
-        self._passed_on += 1
-        if not self._withheld:
-            return bucket
-        return bucket_with(bucket, bucket.buffer(), index=index, withheld=self._withheld)
-
     def _drop(self, bucket: GradBucket, finite: Tensor) -> Tensor:
-        self._skips.of_buckets.append(finite)
+        self._kept.append(finite)
         return bucket.buffer().zero_()
+
+    def _dropped(self) -> Tensor | int:
+        """Return the number of buckets dropped in the last step."""
+        if not self._kept:
+            return 0
+        device = self._kept[0].device
+        return torch.stack([kept.to(device) for kept in self._kept]).logical_not().sum()
+
+    def _totals(self) -> tuple[Tensor | int, Tensor | int]:
+        """Return the numbers of skipped steps and buckets, including the last step."""
+        (steps, buckets), dropped = self._skipped, self._dropped()
+        return steps + (dropped > 0), buckets + dropped
 
     def _undo(self) -> None:
         """Restore the inner hook's state if the last step, which is complete, was skipped."""
         before, self._before = self._before, None
         if before is not None and self.last_step_was_skipped:
             self.inner.load_state_dict(before)
-
-
-@dataclass
-class _Skips:
-    """Skipped steps and buckets before the last step, and the buckets of the last step.
-
-    The counters are on the gradients' device, so that the host waits for it only if they are read.
-    """
-
-    steps: Tensor | int = 0
-    buckets: Tensor | int = 0
-    of_buckets: list[Tensor] = field(default_factory=list)
-    """One () bool for each bucket of the last step: false if it was dropped."""
-
-    def begin_step(self) -> None:
-        self.steps, self.buckets = self.totals()
-        self.of_buckets.clear()
-
-    def to_host(self) -> None:
-        """Continue with counters on the host."""
-        self.steps, self.buckets = map(int, self.totals())
-        self.of_buckets.clear()
-
-    def in_step(self) -> Tensor | int:
-        """Return the number of buckets dropped in the last step."""
-        if not self.of_buckets:
-            return 0
-        device = self.of_buckets[0].device
-        return torch.stack([finite.to(device) for finite in self.of_buckets]).logical_not().sum()
-
-    def totals(self) -> tuple[Tensor | int, Tensor | int]:
-        """Return the numbers of skipped steps and buckets, including the last step."""
-        dropped = self.in_step()
-        return self.steps + (dropped > 0), self.buckets + dropped

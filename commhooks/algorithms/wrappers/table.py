@@ -12,8 +12,7 @@ the gradient makes up for a hook that is no longer used, whatever hook is used t
 are no residuals, are lost.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,18 +25,15 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
 from reducer import GradBucket
 
-STATE_KEY = "0000000000000000"
-"""The key of a state of no parameter, in the form of a bucket's key."""
 _ALL = slice(None)
 _FIELD = "error"
-_CHOOSERS = {"auto", "guard"}
-_REFUSED: Mapping[str, str] = {
+_REFUSED = {
     "changes_parameters": "changes parameters",
     "skips_steps": "skips steps of the training loop",
     "spreads_parameters": "keeps state of other parameters on other ranks",
     "has_exchanges": "goes on with exchanges between steps",
 }
-"""The properties that exclude a hook as a candidate, with reasons."""
+"""The flags that exclude a hook as a candidate, with reasons."""
 
 
 class HookTable(Routing):
@@ -52,7 +48,7 @@ class HookTable(Routing):
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
         super().__init__(hooks, table)
-        self._moving: dict[str, list[int]] = {}
+        self.moving: dict[str, list[int]] = {}
         """The hooks that still have state of a parameter which is another one's now."""
         self._sent: list[tuple[HostCopy, list[dict[str, Tensor]]]] = []
         """For each bucket of the last step in which parameters moved: whether their residuals have
@@ -67,7 +63,7 @@ class HookTable(Routing):
         sent, self._sent = self._sent, []
         gone = {id(entry) for is_sent, entries in sent if is_sent.read() for entry in entries}
         if gone:
-            for each in chain.from_iterable(map(tree, self._hooks)):
+            for each in (nested for hook in self._hooks for nested in tree(hook)):
                 # A new dict tells the hook's caches of buckets that the state has changed.
                 each.state = {n: entry for n, entry in each.state.items() if id(entry) not in gone}
             self.refresh()
@@ -77,59 +73,43 @@ class HookTable(Routing):
         self.table = dict(table)
         self.refresh()
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether a hook still has state of a parameter that another one has now."""
-        return bool(self._moving)
-
     def refresh(self) -> None:
         """Look which parameters move, after the table or the states have changed."""
-        self._moving = {}
+        self.moving = {}
         for i, hook in enumerate(self._hooks):
             for name in {key for each in tree(hook) for key in each.state}:
                 if self.table.get(name, i) != i:
-                    self._moving.setdefault(name, []).append(i)
+                    self.moving.setdefault(name, []).append(i)
 
     def residual(
         self, size: int, parameter: str, gradient: Tensor, where: slice = _ALL
     ) -> Tensor | None:
-        """Return what this rank has yet to send of a parameter, None if nothing.
-
-        ``size``: the number of ranks. ``where``: the elements that are wanted, of the parameter as
-        it lies in memory.
-        """
-        positions = [self.table[parameter], *self._moving.get(parameter, ())]
-        found = [residual_of(self._hooks[i], parameter, gradient, size, where) for i in positions]
+        """Return the sum of :func:`residual_of` of all hooks that have state of a parameter."""
+        hooks = [self._hooks[i] for i in (self.table[parameter], *self.moving.get(parameter, ()))]
+        found = [residual_of(hook, parameter, gradient, size, where) for hook in hooks]
         known = [residual for residual in found if residual is not None]
         return sum(known[1:], known[0]) if known else None
 
     async def run(self, i: int, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of hook ``i``, to which some of the parameters may move."""
-        moving = {name: self._moving[name] for name in bucket.names if name in self._moving}
-        if not moving:
-            return await self._hooks[i].reduce(bucket, comm)
-        self._add_residuals(bucket, moving, comm.size)
-        average = await self._hooks[i].reduce(bucket, comm)
-        is_sent, entries = all_finite(average), []
-        for gradient, name in zip(bucket.gradients(), bucket.names, strict=True):
-            for former in (self._hooks[j] for j in moving.get(name, ())):
-                for tensor in _residual_tensors(former, name, gradient):
-                    tensor.masked_fill_(is_sent, 0)
-                entries += [each.state[name] for each in tree(former) if name in each.state]
-        self._sent.append((HostCopy(is_sent), entries))
-        return average
-
-    def _add_residuals(
-        self, bucket: GradBucket, moving: Mapping[str, list[int]], size: int
-    ) -> None:
-        flat = bucket.buffer()
-        every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
-        for (name, offset, length), gradient in zip(every, bucket.gradients(), strict=True):
-            for i in moving.get(name, ()):
-                _move_state(self._hooks[i], name, flat.device)
-                residual = residual_of(self._hooks[i], name, gradient, size)
+        flat, entries = bucket.buffer(), list[dict[str, Tensor]]()
+        every = zip(bucket.names, bucket.offsets, bucket.lengths, bucket.gradients(), strict=True)
+        for name, offset, length, gradient in every if self.moving else ():
+            for former in (self._hooks[j] for j in self.moving.get(name, ())):
+                own = [each.state[name] for each in tree(former) if name in each.state]
+                for entry in own:  # it may have been loaded and never used
+                    entry.update({field: tensor.to(flat.device) for field, tensor in entry.items()})
+                residual = residual_of(former, name, gradient, comm.size)
                 if residual is not None:
                     flat[offset : offset + length] += residual
+                entries += own
+        average = await self._hooks[i].reduce(bucket, comm)
+        if entries:
+            is_sent = all_finite(average)
+            for tensor in (tensor for entry in entries for tensor in entry.values()):
+                tensor.masked_fill_(is_sent, 0)
+            self._sent.append((HostCopy(is_sent), entries))
+        return average
 
 
 def check_candidate(hook: CommHook, where: str) -> None:
@@ -138,70 +118,40 @@ def check_candidate(hook: CommHook, where: str) -> None:
     ``where``: what the user has set to this hook.
     """
     hooks = list(tree(hook))
-    flags = [flag for flag in _REFUSED if any(getattr(each, flag) for each in hooks)]
-    problem = _REFUSED[flags[0]] if flags else ""
-    if not has_consensus(hook):
-        problem = "does not return the same on all ranks"
-    elif choosers := sorted(_CHOOSERS & {each.name for each in hooks}):
-        problem = problem or f"chooses hooks itself, in {choosers[0]!r}"
-    if problem:
+    refused = [text for flag, text in _REFUSED.items() if any(getattr(it, flag) for it in hooks)]
+    problems = refused if has_consensus(hook) else ["does not return the same on all ranks"]
+    choosers = (each.name for each in hooks if each.name in ("auto", "guard"))
+    problems += [f"chooses hooks itself, in {name!r}" for name in choosers]
+    if problems:
         raise CommHookOptionError(
             f"{where}: expected hooks that average gradients in the same step, such as int8 or "
-            f"powersgd; {hook!r} {problem}"
+            f"powersgd; {hook!r} {problems[0]}"
         )
 
 
 def residual_of(
     hook: CommHook, parameter: str, gradient: Tensor, size: int, where: slice = _ALL
 ) -> Tensor | None:
-    """Return the residual of a parameter as it lies in memory, flat; None if there is none.
+    """Return what this rank has yet to send of a parameter, flat as in memory; None if nothing.
 
     ``gradient`` has the shape and strides of those in ``bucket.gradients()``. ``size``: the number
     of ranks. ``where``: the elements that are wanted.
     """
     total = None
-    for each, entry, shared in _residuals(hook, parameter, gradient):
+    for each in tree(hook):
+        entry = each.state.get(parameter, {})
+        fields = each.state_fields(gradient) if _FIELD in entry else ()
+        shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
+        if _FIELD not in shared:
+            continue
         residual = _flat(entry[_FIELD])[where].clone()
         own = {name: value for name, value in entry.items() if name not in shared}
-        if own and _keeps_own(each):
+        if own and type(each).keep_own is not CommHook.keep_own:
             of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
             each.keep_own(of_mean, own)
             residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
         total = residual if total is None else total.add_(residual)
     return total
-
-
-def _residuals(
-    hook: CommHook, parameter: str, gradient: Tensor
-) -> Iterator[tuple[CommHook, dict[str, Tensor], set[str]]]:
-    """Yield each hook with a residual of the parameter, its state, and the averageable fields."""
-    for each in tree(hook):
-        entry = each.state.get(parameter, {})
-        fields = each.state_fields(gradient) if _FIELD in entry else ()
-        shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
-        if _FIELD in shared:
-            yield each, entry, shared
-
-
-def _residual_tensors(hook: CommHook, parameter: str, gradient: Tensor) -> Iterator[Tensor]:
-    """Yield what is zero if there is no residual: see Note [Residuals]."""
-    for each, entry, shared in _residuals(hook, parameter, gradient):
-        is_own = _keeps_own(each)
-        yield from (
-            t for name, t in entry.items() if name == _FIELD or (is_own and name not in shared)
-        )
-
-
-def _keeps_own(hook: CommHook) -> bool:
-    """Return whether "own" fields of the hook are a part of its residual."""
-    return type(hook).keep_own is not CommHook.keep_own
-
-
-def _move_state(hook: CommHook, parameter: str, device: torch.device) -> None:
-    """Move what was loaded, and never used, to the device."""
-    for each in tree(hook):
-        entry = each.state.get(parameter, {})
-        entry.update({name: tensor.to(device) for name, tensor in entry.items()})
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ compares some elements of what a hook returns.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +30,6 @@ from reducer import GradBucket
 
 Residual = Callable[[str, Tensor, slice], Tensor | None]
 """Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
-
-
-def _nothing(*_: object) -> None:
-    """Return the residual of a hook that has sent everything."""
 
 
 def relative_error(wrong: float, right: float) -> float:
@@ -95,56 +90,43 @@ class Trial:
         exact = await comm.all_reduce(copy.div_(comm.size))
         self.begin()
         found = await self.average(sample, comm)
-        if self._keeps_learned(sample):
+        for hook in tree(self._hook):  # keep what it has learned: what is the same on all ranks
+            kept = dict[str, dict[str, Tensor]]()
+            for name, gradient in zip(sample.names, sample.gradients(), strict=True):
+                fields = hook.state_fields(gradient) if name in hook.state else ()
+                same = {field.name for field in fields or () if field.across_ranks == "same"}
+                kept[name] = {n: t for n, t in hook.state.get(name, {}).items() if n in same}
+            hook.state = {name: entry for name, entry in kept.items() if entry}
+        if any(hook.state for hook in tree(self._hook)):
             found = await self.average(sample, comm)
         return squares_of(found, exact)
 
-    def _keeps_learned(self, sample: GradBucket) -> bool:
-        """Drop all state but that which is the same on all ranks; return whether there is any."""
-        gradients = dict(zip(sample.names, sample.gradients(), strict=True))
-        for hook in tree(self._hook):
-            kept = {}
-            for name, entry in hook.state.items():
-                fields = hook.state_fields(gradients[name]) if name in gradients else ()
-                same = {field.name for field in fields or () if field.across_ranks == "same"}
-                kept[name] = {key: value for key, value in entry.items() if key in same}
-            hook.state = {name: entry for name, entry in kept.items() if entry}
-        return any(hook.state for hook in tree(self._hook))
 
-
-@dataclass(frozen=True)
 class Check:
     """Some elements of a bucket as they are before it is averaged, to be compared with its average.
 
-    They are evenly spaced. A check of the hooks in use sees what many steps have done to their
-    residuals.
+    About ``elements`` evenly spaced ones of each group, different ones each step. A check of the
+    hooks in use sees what many steps have done to their residuals.
+
+    Args:
+        groups: The names of parameters, by any key.
     """
 
-    places: tuple[tuple[Any, slice], ...]
-    """The key of a group, and elements of the flat bucket."""
-    p: Tensor
-    """This rank's gradient plus residual there, in at least float32."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         bucket: GradBucket,
         groups: Mapping[Any, Sequence[str]],
         residual: Residual,
         elements: int,
-    ) -> "Check":
-        """Sample about ``elements`` elements per group, different ones each step.
-
-        ``groups``: the names of their parameters, by any key.
-        """
+    ) -> None:
         lengths = dict(zip(bucket.names, bucket.lengths, strict=True))
         strides = {
             name: (key, max(1, sum(lengths[n] for n in names) // elements) | 1)
             for key, names in groups.items()
             for name in names
         }  # odd: not one column of a matrix
-        flat, places = bucket.buffer(), list[tuple[Any, slice]]()
-        exact = at_least_float32(flat.dtype)
+        flat, exact = bucket.buffer(), at_least_float32(bucket.buffer().dtype)
+        self._places: list[tuple[Any, slice]] = []  # the key of a group, and some elements
         parts = [flat.new_empty(0, dtype=exact)]
         every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         for (name, start, length), gradient in zip(every, bucket.gradients(), strict=True):
@@ -155,16 +137,16 @@ class Check:
             p = flat[start : start + length][where].to(exact, copy=True)
             rest = residual(name, gradient, where)
             parts.append(p if rest is None else p.add_(rest.to(p)))
-            places.append((key, slice(start + where.start, start + length, stride)))
-        return cls(tuple(places), torch.cat(parts))
+            self._places.append((key, slice(start + where.start, start + length, stride)))
+        self.p = torch.cat(parts)  # this rank's gradient plus residual there
 
     async def squares(self, average: Tensor, comm: Communicator) -> dict[Any, Tensor]:
         """Return the :func:`squares_of` each group by key, given the ``average`` of the bucket."""
-        if not self.places:
+        if not self._places:
             return {}
         exact = await comm.all_reduce(self.p.div_(comm.size))
         flat, found, begin = average.view(-1), dict[Any, Tensor](), 0
-        for key, where in self.places:
+        for key, where in self._places:
             part = flat[where]
             squares = squares_of(part, exact[begin : begin + len(part)])
             found[key] = found[key] + squares if key in found else squares
@@ -177,7 +159,7 @@ def draw_sample(
     names: Sequence[str],
     limit: int,
     *,
-    residual: Residual = _nothing,
+    residual: Residual = lambda *_: None,
     turn: int = 0,
     index: int = 0,
     is_last: bool = True,

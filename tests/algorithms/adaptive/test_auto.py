@@ -17,7 +17,7 @@ import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive import measurement, planner
 from commhooks.algorithms.adaptive.link import UNKNOWN, Probe
-from commhooks.algorithms.adaptive.planner import Agenda
+from commhooks.algorithms.adaptive.planner import Course
 from commhooks.algorithms.wrappers.timing import Run
 from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.costs.timeline import Timing
@@ -112,14 +112,15 @@ def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> d
     return found
 
 
-def agenda_of(hook: Any) -> Agenda | None:
-    found: Agenda | None = hook._measuring.course.agenda
-    return found
+def course_of(hook: Any) -> Course | None:
+    """What ranks have agreed on, if they measure."""
+    found: Course = hook._measuring.course
+    return None if found.start is None else found
 
 
 def agree(hook: Any) -> Plan:
-    """Check that all ranks have the same plan, history and agenda; return the plan."""
-    own = hook.plan.to_json(), hook.history, agenda_of(hook), hook._table.table
+    """Check that all ranks have agreed on the same; return the plan."""
+    own = hook.plan.to_json(), hook.history, course_of(hook), hook._table.table
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, own)
     assert all(other == own for other in others)
@@ -225,9 +226,9 @@ def compare_errors(rank: int, size: int) -> None:
             rests = {name: hook._table.residual(size, name, g) for name, g in gradients.items()}
             found = trainer.step(gradients)
             measured = hook._measuring
-            if not (agenda := agenda_of(hook)) or not agenda.is_check(step):
+            if not (course := course_of(hook)) or not course.is_check(step):
                 continue
-            for (i, _), measured_error in measured.report(agenda).errors.items():
+            for (i, _), measured_error in measured.report().errors.items():
                 wrong = right = 0.0
                 for name in measured._planner.groups[i].names:
                     rest = rests[name]

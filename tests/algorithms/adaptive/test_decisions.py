@@ -16,7 +16,6 @@ import commhooks
 from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import ALL, Probe
 from commhooks.algorithms.adaptive.planner import (
-    Agenda,
     Course,
     Planner,
     Report,
@@ -53,11 +52,6 @@ class TwoRanks:
         before = Course() if saved is None else from_json(Course, json.loads(json.dumps(saved)))
         self.course = self.planner.begin(before, 2)
 
-    @property
-    def agenda(self) -> Agenda:
-        assert self.course.agenda is not None
-        return self.course.agenda
-
     def report(
         self,
         *,
@@ -69,29 +63,29 @@ class TwoRanks:
         byte_cpu_seconds: float = 0.0,
         launches: tuple[float, ...] = (0.01,),
     ) -> str | None:
-        """Report as the agenda says; return why there is a new plan, if there is one.
+        """Report as agreed on; return why there is a new plan, if there is one.
 
         ``error``: of int4, in trials or in use.
         """
-        agenda, reports = self.agenda, []
+        course, reports = self.course, []
         for i in range(2):  # the second rank is slower
             report = Report(spent_seconds, norms=dict(enumerate(norms)))
             report.outcomes = {
                 (group, hook): outcome(error, ("all_gather", ELEMENTS / 2))
-                for group, hooks in agenda.trials.items()
+                for group, hooks in course.trials.items()
                 for hook in set(hooks) - {"allreduce"}
             }
-            if not agenda.trials:
+            if not course.trials:
                 buckets = tuple(BucketTrace(4 * ELEMENTS, each, 0.0) for each in launches)
                 step = StepTrace(buckets, 0.01, is_native=False)
                 report.step, report.step_seconds, report.cores = step, step_seconds * (1 + i), 2.0
                 report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
-                lossy = list(self.planner.lossy(self.course))
+                lossy = self.planner.lossy(self.course)
                 report.errors = dict.fromkeys(lossy[:1], error)
             reports.append(report)
         before = len(self.course.history)
         reports = pickle.loads(pickle.dumps(reports))
-        decided = self.planner.decide(reports, self.course, agenda.report + 1)
+        decided = self.planner.decide(reports, self.course, course.report + 1)
         self.course = pickle.loads(pickle.dumps(decided))
         found = self.course.history[before:]
         return found[0].reason if found else None
@@ -107,7 +101,7 @@ class TwoRanks:
     @property
     def step(self) -> int:
         """When the next report is due."""
-        return self.agenda.report
+        return self.course.report
 
 
 @pytest.fixture
@@ -122,13 +116,13 @@ def ranks() -> TwoRanks:
 
 def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> None:
     ranks = TwoRanks()
-    agenda = ranks.agenda
-    assert (agenda.start, agenda.report, agenda.probe) == (2, 6, 2**20 // 4)
-    assert [step for step in range(10) if agenda.is_check(step)] == [5]
+    course = ranks.course
+    assert (course.start, course.report, course.probe) == (2, 6, 2**20 // 4)
+    assert [step for step in range(10) if course.is_check(step)] == [5]
     assert ranks.report() is None
-    agenda = ranks.agenda
-    assert [step for step in range(20) if agenda.is_trial(step)] == [*range(8, 16)]
-    assert (agenda.trials, agenda.report) == ({0: ["allreduce", "int4"]}, 16)
+    course = ranks.course
+    assert [step for step in range(20) if course.is_trial(step)] == [*range(8, 16)]
+    assert (course.trials, course.report) == ({0: ["allreduce", "int4"]}, 16)
     assert ranks.report() == "the first plan"
     assert ranks.hook == "int4"
     assert ranks.step == 28  # a check soon: residuals may grow
@@ -216,9 +210,9 @@ def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: f
 
 def test_every_so_many_steps_candidates_are_tried_again(ranks: TwoRanks) -> None:
     made = ranks.course.history[0].step
-    while not ranks.agenda.trials:
+    while not ranks.course.trials:
         assert ranks.report() is None
-    assert made + 500 <= ranks.agenda.start <= made + 520
+    assert made + 500 <= ranks.course.start <= made + 520
     assert ranks.report(error=0.9) == "500 steps since the last plan"
     assert ranks.hook == "int4"  # what it has lost in use counts
 
@@ -249,12 +243,12 @@ def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
     groups = group_parameters([tuple(parameters)], parameters, {"tokens"}, {})
     ranks = TwoRanks(groups, limit="int4")
     ranks.report(norms=(3.0, 4.0))
-    assert ranks.agenda.trials == {0: ["int4"], 1: ["allreduce", "int4"]}
+    assert ranks.course.trials == {0: ["int4"], 1: ["allreduce", "int4"]}
     ranks.report(norms=(3.0, 4.0), error=0.2)
     assert ranks.course.metrics["limit"] == pytest.approx(0.2)
     numbers = TwoRanks(groups)  # a number needs no reference
     numbers.report(norms=(3.0, 4.0))
-    assert [groups[i].names for i in numbers.agenda.trials] == [("w",)]
+    assert [groups[i].names for i in numbers.course.trials] == [("w",)]
 
 
 def test_bytes_of_a_group_are_those_of_the_formula() -> None:
@@ -286,8 +280,7 @@ def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
         reports = [Report(outcomes=trial), Report(outcomes=reported)]
         again = ranks.planner.decide(reports, ranks.course, 16)
         assert not again.history
-        assert again.agenda is not None
-        assert again.agenda.trials
+        assert again.trials
     reports = [Report(outcomes=trial), Report(outcomes=trial)]
     ranks.course = ranks.planner.decide(reports, ranks.course, 16)
     assert ranks.hook == "int4"

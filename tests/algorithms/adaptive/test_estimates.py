@@ -146,7 +146,7 @@ def test_a_check_compares_the_same_elements_of_each_parameter() -> None:
         return None if found is None else torch.full((gradient.numel(),), found)[where]
 
     flat = bucket.buffer().clone()
-    drawn = Check.of(bucket, groups, residual, 100)
+    drawn = Check(bucket, groups, residual, 100)
     p = [flat[3:48:11] + 2, flat[48:53] + 3, flat[56::11]]
     assert torch.equal(drawn.p, torch.cat(p))
     with pytest.raises(StopIteration) as end:
@@ -155,5 +155,5 @@ def test_a_check_compares_the_same_elements_of_each_parameter() -> None:
     of_two = float(torch.cat([p[0], p[2]]).double().square().sum())
     assert squares == {2: [4.0 * 5, of_two], 4: [9.0 * 5, float(p[1].square().sum())]}
     with pytest.raises(StopIteration) as end:
-        Check.of(bucket, {}, residual, 100).squares(flat, OneRank()).send(None)  # type: ignore[arg-type]
+        Check(bucket, {}, residual, 100).squares(flat, OneRank()).send(None)  # type: ignore[arg-type]
     assert end.value.value == {}

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agenda_of, agree, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, course_of, train
 from torch import Tensor
 
 import commhooks
@@ -42,7 +42,7 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         train(trainer, rank, range(6))
         decide.side_effect = lambda _planner, _reports, course, _step: course
-        train(trainer, rank, range(6, agenda_of(hook).report + 2))
+        train(trainer, rank, range(6, course_of(hook).report + 2))
         reports = decide.call_args.args[1] if rank == 0 else []  # which decides
         assert len(reports) == (0 if rank else size)
         for report in reports:
@@ -68,13 +68,13 @@ def try_topk(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=[TOPK])
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not hook._measuring._reads or not agenda_of(hook).trials:
+        while not hook._measuring._reads or not course_of(hook).trials:
             trainer.step(draw_gradients(PARAMETERS, rank, step))
             step += 1
-        agenda = agenda_of(hook)
-        steps = [draw_gradients(PARAMETERS, rank, i) for i in range(agenda.start, agenda.report)]
+        course = course_of(hook)
+        steps = [draw_gradients(PARAMETERS, rank, i) for i in range(course.start, course.report)]
         assert len(steps) > 4
-        for (group, spec), outcome in hook._measuring.report(agenda).outcomes.items():
+        for (group, spec), outcome in hook._measuring.report().outcomes.items():
             if spec == "allreduce":
                 continue
             names = hook._measuring._planner.groups[group].names
@@ -112,7 +112,7 @@ def overlap(rank: int, size: int) -> float:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         step = 0
-        while not ((agenda := agenda_of(hook)) and agenda.is_trial(step)):
+        while not ((course := course_of(hook)) and course.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         hook._measuring._spent_ns, hook._measuring._first_ns = 0, time.monotonic_ns()
@@ -138,7 +138,7 @@ def fail_in_trials(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not ((agenda := agenda_of(hook)) and agenda.is_trial(step)):
+        while not ((course := course_of(hook)) and course.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         train(trainer, rank, range(step, step + 2))
