@@ -149,7 +149,11 @@ def collectives_of_steps(rank: int, size: int) -> tuple[list[str], list[Tensor]]
     commhooks.register(models[1], "powersgd", rank=1, start_step=0, min_compression_rate=1.0)
     with (
         patch.object(stream_runner, "PrivateGroups", side_effect=AssertionError),
-        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded,
+        profile(
+            activities=[ProfilerActivity.CPU],
+            record_shapes=True,
+            acc_events=True,  # without which torch 2.11 warns
+        ) as recorded,
     ):
         for step in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(size * step + rank))
