@@ -19,9 +19,9 @@ PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 class Run:
     """One training. ``config``: the registered hook with all options.
 
-    The others are means over ranks. ``curve``: steps, the seconds of all of them without
-    validation, and the validation loss after them. ``bits_per_second``: of the link between ranks,
-    None for loopback.
+    The others are means over ranks. ``seconds``: of all steps, without validation; None in old
+    files. ``curve``: steps, the seconds until then, and the validation loss. ``bits_per_second``:
+    of the link between ranks, None for loopback.
     """
 
     task: str
@@ -32,6 +32,7 @@ class Run:
     loss: float
     wire_bytes: float
     ranks: int = RANKS
+    seconds: float | None = None
     curve: Sequence[tuple[int, float, float]] = ()
     bits_per_second: float | None = None
 

@@ -180,7 +180,7 @@ _FOR_TEXT = {
     "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
     **{f"AdamW, rate {lr}": adamw(lr=lr) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)},
 }
-_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)
+_RATES = (0.0005, 0.001, 0.0015, 0.002, 0.004)
 _MUON = {"lr": 4e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 _SMALL = GPTConfig(layers=2, width=64, heads=4, block_size=64)
 _LARGE = GPTConfig(layers=5, width=128, heads=4, block_size=64)
@@ -224,7 +224,7 @@ TASKS = {
 LANGUAGE = Task(
     "a GPT of 3.24 million parameters, 1,500 steps of AdamW",
     1500,
-    "AdamW, rate 0.002",
+    "AdamW, rate 0.001",
     {f"AdamW, rate {lr}": adamw(lr=lr, fused=True) for lr in _RATES},
     functools.partial(Text, shape=_LARGEST, sequences=2, validation_batches=64),
     stride=60,  # two periods of diloco
