@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib import pyplot
 
 from bench.fidelity.runs import Row
-from bench.language import HEADLINE, Courses
+from bench.language import ALONE, HEADLINE, Courses
 from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
@@ -127,6 +127,7 @@ def language(courses: Courses, path: Path) -> None:
     """
     found = courses.over(HEADLINE)
     styles = line_styles([course.name for course in found])
+    styles[ALONE] = {"color": GRAY, "linestyle": "-"}
     with plot(path, 4.2) as (axes,):
         for course in found:
             steps, losses, lowest, highest = zip(*course.curve, strict=True)

@@ -41,7 +41,9 @@ HEADLINE = RATES[0]
 ALONE = "noop"
 _SETTLED = 200
 """Steps after which all warm-ups are over, and the time of a step is the same to the end."""
-_LITTLE = 0.05
+_LITTLE, _LIMIT = 0.05, 0.02
+"""Changes of the loss: that of a hook worth naming in the headline, and on the published tasks that
+of its main one."""
 _SEED = 0
 _MISSING = "(not yet measured)"
 
@@ -169,14 +171,17 @@ def _key(config: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------ what pages quote
 
 
-def facts(courses: Courses) -> dict[str, str]:
-    """Return the figures by name. Those that are not measured yet say so."""
+def facts(courses: Courses, worst: Mapping[str, float]) -> dict[str, str]:
+    """Return the figures by name. Those that are not measured yet say so.
+
+    ``worst``: by hook, the largest change of the loss on the published tasks.
+    """
     runs = courses.plain.row.runs
     found = {
-        "headline": headline(courses),
+        "headline": headline(courses, worst),
         "trainings over links": table(courses),
         "real trainings": real_trainings(courses),
-        "language training": _training(),
+        "language parameters": _parameters(),
         "language seeds": str(len(runs)),
         "language loss": f"{mean(run.loss for run in runs):.3f}",
         "language spread": f"{100 * courses.spread:.1f} %",
@@ -186,7 +191,7 @@ def facts(courses: Courses) -> dict[str, str]:
     }
     for trained in (TrainedHook(REFERENCE), *trained_on(TASK)):
         name, course = trained.hook, courses.by_hook.get(trained.hook)
-        found[f"language {name}"] = _percent(course.row.change) if course else _MISSING
+        found[f"language {name}"] = percent(course.row.change) if course else _MISSING
         for rate in RATES:
             where, to_bf16 = f"{name} over {format_rate(rate)}", _MISSING
             if course is None or rate not in course.measured:
@@ -199,14 +204,21 @@ def facts(courses: Courses) -> dict[str, str]:
     return found
 
 
-def headline(courses: Courses) -> str:
-    """Return the result over the slowest link: of the fastest hook that loses nothing, of the
-    fastest that loses little, and of ranks alone."""
+def headline(courses: Courses, worst: Mapping[str, float]) -> str:
+    """Return the result over the slowest link.
+
+    Of the fastest hook that gets there and loses little on all other tasks, see ``worst``; of the
+    fastest that loses little here; and of ranks alone.
+    """
     rate = HEADLINE
     hooks = [each for each in courses.over(rate) if each.name not in (REFERENCE, ALONE)]
-    safe = next(filter(courses.arrives, hooks), None)
+    arriving = (each for each in hooks if courses.arrives(each) and worst[each.name] <= _LIMIT)
+    safe = next(arriving, None)
     fast = next((each for each in hooks if each.row.change <= _LITTLE), None)
-    text = f"{_training()} on {RANKS} ranks over {format_rate(rate)}: "
+    text = (
+        f"A GPT of {_parameters()} parameters, {LANGUAGE.steps:,} steps on {RANKS} ranks over "
+        f"{format_rate(rate)}: "
+    )
     if safe is None:
         text += "with no hook it ends at plain averaging's validation loss. "
     else:
@@ -216,11 +228,16 @@ def headline(courses: Courses) -> str:
             f"{duration(courses.plain.seconds(rate))}, {_speed_ups(courses, safe, rate)}. "
         )
     if fast is not None and fast is not safe:
+        if courses.arrives(fast):
+            loss = f"and ends there too, but {_above(worst[fast.name])} on another task"
+        else:
+            loss = f"but ends {_above(fast.row.change)}"
         text += (
             f"With `{fast.name}` it takes {duration(fast.seconds(rate))}, "
-            f"{_speed_ups(courses, fast, rate)}, but ends {_above(fast)}. "
+            f"{_speed_ups(courses, fast, rate)}, {loss}. "
         )
-    text += f"Ranks that never average (`{ALONE}`) end {_above(courses.by_hook[ALONE])}."
+    alone = courses.by_hook[ALONE].row.change
+    text += f"Ranks that never average (`{ALONE}`) end {_above(alone)}."
     return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
@@ -251,29 +268,29 @@ def real_trainings(courses: Courses) -> str:
             "link": format_rate(rate),
             "product": duration(courses.by_hook[name].seconds(rate)),
             "real training": duration(courses.by_hook[name].real[rate].seconds),
-            "difference": _percent(deviation),
+            "difference": percent(deviation),
         }
         for (name, rate), deviation in courses.deviations.items()
     ]
     return tables.table(rows, aligned=False) if rows else "Not yet measured."
 
 
-def _training() -> str:
+def _parameters() -> str:
     parameters = sum(parameter.numel() for parameter in make_gpt().parameters())
-    return f"A GPT of {parameters / 1e6:.2f} million parameters, {LANGUAGE.steps:,} steps"
+    return f"{parameters / 1e6:.2f} million"
 
 
 def _verdict(courses: Courses, course: Course) -> str:
     if course is courses.plain:
         return f"{mean(run.loss for run in course.row.runs):.3f}"
-    found = _percent(course.row.change)
+    found = percent(course.row.change)
     return found if courses.arrives(course) else f"{found}, does not get there"
 
 
 def _by_seed(courses: Courses, course: Course) -> str:
     if course is courses.plain:
         return ", ".join(f"{run.loss:.3f}" for run in course.row.runs)
-    return ", ".join(map(_percent, course.row.changes))
+    return ", ".join(map(percent, course.row.changes))
 
 
 def _cell(courses: Courses, course: Course, rate: float) -> str:
@@ -302,14 +319,15 @@ def _speed_ups(courses: Courses, course: Course, rate: float) -> str:
 
 def _changes(course: Course) -> str:
     low, high = min(course.row.changes), max(course.row.changes)
-    return f"{_percent(course.row.change)}; by seed {_percent(low)} to {_percent(high)}"
+    return f"{percent(course.row.change)}; by seed {percent(low)} to {percent(high)}"
 
 
-def _above(course: Course) -> str:
-    return f"{100 * course.row.change:.1f} % above"
+def _above(change: float) -> str:
+    return f"{100 * change:.1f} % above"
 
 
-def _percent(change: float) -> str:
+def percent(change: float) -> str:
+    """Return a change with its sign."""
     return f"{100 * change:+.1f} %"
 
 
