@@ -149,8 +149,10 @@ _VARIANTS = [
 
 # The headline's hooks, the most useful figures first. int2 and terngrad are those with the lowest
 # loss on gpt among all that send less than int4 in every step.
-_ON_LANGUAGE = ("noop", "int4", "bf16", "int8", "terngrad", "int2", "powersgd", "onebit")
-_ON_LANGUAGE += ("topk", "diloco")
+_ON_LANGUAGE = (
+    *("noop", "int4", "bf16", "int8", "terngrad", "int2"),
+    *("powersgd", "onebit", "topk", "diloco"),
+)
 
 
 def trained_on(task: str) -> list[TrainedHook]:

@@ -58,7 +58,7 @@ def train(
     handle.adapter.drain()
     seconds += time.perf_counter() - start
     sent = handle.stats().total.wire_bytes
-    found = {"loss": validate(), "seconds": seconds}
+    found: dict[str, Any] = {"loss": validate(), "seconds": seconds}
     if chosen.stride:
         found["curve"] = [*curve, (chosen.steps, seconds, found["loss"])]
     return found | {"wire_bytes": math.nan if sent is None else sent * chosen.steps}
