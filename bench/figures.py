@@ -14,6 +14,7 @@ import matplotlib as mpl
 from matplotlib import pyplot
 
 from bench.fidelity.runs import Row
+from bench.language import ALONE, HEADLINE, Courses
 from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
@@ -117,6 +118,33 @@ def slow_link(race: Race, path: Path) -> None:
         axes.minorticks_off()
         axes.grid(visible=True)
         axes.legend(title="in the order of arrival")
+
+
+def language(courses: Courses, path: Path) -> None:
+    """Draw the loss against the training time; a dotted line is plain averaging's last loss.
+
+    Curves are means over seeds, with their range around them.
+    """
+    found = courses.over(HEADLINE)
+    styles = line_styles([course.name for course in found])
+    styles[ALONE] = {"color": GRAY, "linestyle": "-"}
+    with plot(path, 4.2) as (axes,):
+        for course in found:
+            steps, losses, lowest, highest = zip(*course.curve, strict=True)
+            seconds = [course.seconds(HEADLINE, step) for step in steps]
+            style = styles[course.name]
+            change = f"{100 * course.row.change:+.1f} %" if course is not courses.plain else ""
+            axes.plot(seconds, losses, linewidth=1.8, label=f"{course.name} {change}", **style)
+            axes.fill_between(seconds, lowest, highest, color=style["color"], alpha=0.15, lw=0)
+        final = courses.plain.curve[-1][1]
+        axes.axhline(final, color=GRAY, linewidth=0.8, linestyle=":")
+        axes.set(xscale="log", xlabel=f"training time over {format_rate(HEADLINE)}")
+        axes.set(ylabel="validation loss, nats per byte", ylim=(0.95 * final, 1.7 * final))
+        marks = {15: "15 s", 60: "1 min", 300: "5 min", 900: "15 min", 3600: "1 h"}
+        axes.set_xticks(list(marks), list(marks.values()))
+        axes.minorticks_off()
+        axes.grid(visible=True)
+        axes.legend(title="the shortest first; loss at the end", fontsize=8)
 
 
 def scaling(cells: Sequence[dict[str, Any]], path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from bench import summary
 from bench.auto import tables as auto_tables
 from bench.fidelity.runs import Record, mean, spread
-from bench.fidelity.tasks import TASKS
+from bench.fidelity.tasks import ALL_TASKS
 from bench.gpu import page as gpu_page
 from bench.slow_link import Race
 from bench.tables import groups, quantity, table
@@ -85,7 +85,7 @@ def _trainings(document: Document) -> Iterator[str]:
         "project aims at."
     )
     for task, rows in record.rows.items():
-        yield f"### {task}, {TASKS[task].steps} steps"
+        yield f"### {task}, {ALL_TASKS[task].steps} steps"
         for recipe, runs in record.plain_runs(task).items():
             losses = [run.loss for run in runs]
             yield (

@@ -8,6 +8,7 @@ write the figures that the package and the docs show. ``make results`` shows the
 ``--hook`` chooses hooks and variants by their names, or tries options of a hook, as in
 ``--hook topk:warmup_steps=0 --first-seed 3 --task bytes``, and prints a table in Markdown.
 ``--recipe`` names one of the task's optimizers for them; plain averaging keeps the usual one.
+``--link``, as root, trains them over a link of that rate, without anything to compare with.
 """
 
 import argparse
@@ -19,9 +20,10 @@ from pathlib import Path
 from bench.fidelity.runs import PACKAGED, Record
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import RANKS, TrainedHook, trained_hooks, trained_on
-from bench.fidelity.training import run_missing
+from bench.fidelity.training import run_missing, run_over_link
 from bench.files import Results
 from bench.tables import table
+from commhooks.costs.units import parse_rate
 from commhooks.testing import close_ranks
 
 
@@ -37,16 +39,20 @@ def main() -> None:
     parser.add_argument("--recipe", help="default: the usual one of the hook and the task")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)  # published figures have 0 to 2
+    parser.add_argument("--link", type=parse_rate, help="of each rank, for example 100mbit")
     parser.add_argument("--publish", action="store_true", help="also write hook/fidelity.json")
     arguments = parser.parse_args()
     results = Results(arguments.results, ranks=RANKS)
     chosen = {task: list(_chosen(arguments, task)) for task in arguments.task or TASKS}
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for task, hooks in chosen.items():
-            run_missing(task, hooks, seed, results)
+            if arguments.link is None:
+                run_missing(task, hooks, seed, results)
+            else:
+                run_over_link(task, hooks, seed, results, arguments.link)
     close_ranks()
     record = Record(results.document)
-    if arguments.hook:
+    if arguments.hook and arguments.link is None:
         found = ((task, record.row(task, t)) for task, hooks in chosen.items() for t in hooks)
         print(table({"task": task} | row.cells for task, row in found if row is not None))
     if arguments.publish:

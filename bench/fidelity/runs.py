@@ -19,7 +19,9 @@ PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 class Run:
     """One training. ``config``: the registered hook with all options.
 
-    ``loss`` and ``wire_bytes`` are means over ranks.
+    The others are means over ranks. ``seconds``: of all steps, without validation; None in old
+    files. ``curve``: steps, the seconds until then, and the validation loss. ``bits_per_second``:
+    of the link between ranks, None for loopback.
     """
 
     task: str
@@ -30,6 +32,9 @@ class Run:
     loss: float
     wire_bytes: float
     ranks: int = RANKS
+    seconds: float | None = None
+    curve: Sequence[tuple[int, float, float]] = ()
+    bits_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,12 @@ class Record:
             self._runs.append(Run(**known | {"config": _completed(entry["config"])}))
         self._runs.sort(key=lambda run: run.seed)
 
-    def runs(self, task: str, trained: TrainedHook) -> list[Run]:
-        """Return the runs of a hook with its options, recipe and ranks, by seed."""
-        wanted = {"task": task, **trained.key(ALL_TASKS[task].usual)}
+    def runs(
+        self, task: str, trained: TrainedHook, bits_per_second: float | None = None
+    ) -> list[Run]:
+        """Return the runs of a hook with its options, recipe, ranks and link, by seed."""
+        wanted = {"task": task, "bits_per_second": bits_per_second}
+        wanted |= trained.key(ALL_TASKS[task].usual)
         return [run for run in self._runs if wanted.items() <= vars(run).items()]
 
     def plain_runs(self, task: str) -> dict[str, list[Run]]:
@@ -116,16 +124,16 @@ class Record:
 
     @cached_property
     def rows(self) -> dict[str, list[Row]]:
-        """The rows of hooks by name, then those of variants, by published task with any runs."""
-        found = {task: [self.row(task, each) for each in trained_on(task)] for task in TASKS}
+        """The rows of hooks by name, then those of variants, by task with any runs."""
+        found = {task: [self.row(task, each) for each in trained_on(task)] for task in ALL_TASKS}
         return {task: known for task, rows in found.items() if (known := [*filter(None, rows)])}
 
     @cached_property
     def by_hook(self) -> dict[str, dict[str, Row]]:
-        """The rows of each hook at its present defaults, by task."""
+        """The rows of each hook at its present defaults, by published task."""
         found: dict[str, dict[str, Row]] = {}
-        for task, rows in self.rows.items():
-            for row in rows:
+        for task in TASKS:
+            for row in self.rows.get(task, ()):
                 if not row.trained.name:
                     found.setdefault(row.trained.hook, {})[task] = row
         return found

@@ -142,30 +142,64 @@ def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
         assert sorted(trained) == sorted(map(id, model.parameters()))
 
 
-def train_briefly(rank: int, size: int) -> list[dict[str, float]]:
-    """Train a smaller GPT for four steps, in which the variant averages once."""
+def train_briefly(
+    rank: int, size: int, task: str, *hooks: TrainedHook, **changed: Any
+) -> list[dict[str, Any]]:
+    """Train a smaller GPT for four steps."""
     shape = GPTConfig(layers=1, width=64, heads=2, block_size=8)
     corpus = load_corpus(Path(email.__file__).parent)
-    task = TASKS["gpt"]
-    small = functools.partial(task.make_data, shape=shape, corpus=lambda: corpus)
+    usual = ALL_TASKS[task]
+    small = functools.partial(usual.make_data, shape=shape, corpus=lambda: corpus)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ALL_TASKS, "gpt", replace(task, steps=4, make_data=small))
-        delayed = TrainedHook("diloco:period=2,delay=2,inner=int2", "Muon")
-        return [train(rank, size, "gpt", hook, 0) for hook in (TrainedHook(REFERENCE), delayed)]
+        patch.setitem(ALL_TASKS, task, replace(usual, steps=4, make_data=small, **changed))
+        return [train(rank, size, task, hook, 0) for hook in hooks]
+
+
+# In four steps this averages once.
+PAIR = TrainedHook(REFERENCE), TrainedHook("diloco:period=2,delay=2,inner=int2", "Muon")
 
 
 def test_a_training_on_ranks(run_ranks: Any) -> None:
-    (plain, delayed), (other, _) = run_ranks(train_briefly)
+    (plain, delayed), (other, _) = run_ranks(train_briefly, 2, "gpt", *PAIR)
+    assert "curve" not in plain
     assert 4 < plain["loss"] < 6
     assert 4 < other["loss"] < 6
     assert 0 < delayed["wire_bytes"] < plain["wire_bytes"] / 10
 
 
 def test_a_training_on_one_rank_sends_nothing(run_ranks: Any) -> None:
-    ((plain, delayed),) = run_ranks(train_briefly, 1)
+    ((plain, delayed),) = run_ranks(train_briefly, 1, "gpt", *PAIR)
     assert 4 < plain["loss"] < 6
     assert 4 < delayed["loss"] < 6
     assert plain["wire_bytes"] == delayed["wire_bytes"] == 0
+
+
+def test_the_language_task_has_the_loss_over_steps(run_ranks: Any) -> None:
+    """Validation changes nothing in a training."""
+    hooks = TrainedHook(REFERENCE), TrainedHook("noop")
+    often, seldom = (
+        run_ranks(train_briefly, 2, "language", *hooks, stride=stride) for stride in (1, 3)
+    )
+    for (plain, alone), (same, _) in zip(often, seldom, strict=True):
+        for found in (plain, alone):
+            steps, seconds, losses = zip(*found["curve"], strict=True)
+            assert steps == (1, 2, 3, 4)
+            assert 0 < seconds[0] < seconds[1] < seconds[2] < seconds[3] == found["seconds"]
+            assert losses[0] > losses[1] > losses[2] > losses[3] == found["loss"]
+        assert [(step, loss) for step, _, loss in same["curve"]] == [
+            (step, loss) for step, _, loss in plain["curve"][2:]
+        ]
+        assert alone["wire_bytes"] == 0 < plain["wire_bytes"]
+
+
+def test_runs_over_a_link_are_kept_apart() -> None:
+    loopback, over_link = (
+        replace(run_of(REFERENCE, "language", 0, loss), bits_per_second=rate)
+        for loss, rate in ((1.0, None), (2.0, 1e8))
+    )
+    record = record_of(over_link, loopback)
+    assert record.runs("language", TrainedHook(REFERENCE)) == [loopback]
+    assert record.runs("language", TrainedHook(REFERENCE), 1e8) == [over_link]
 
 
 def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
