@@ -1,13 +1,17 @@
 """State of hooks per bucket and per gradient element, and the parts of a bucket."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.errors import CommHookStateError
+from commhooks.codecs.rounding import bits_of, round_stochastically
+from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, TensorState
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.state import StateField
@@ -57,22 +61,25 @@ class BucketMemory:
     ``state[parameter][name]`` are views of it, in the shape and memory format of the parameter.
     When buckets are rebuilt, or a loaded state replaces the hook's, new flat tensors take over the
     numbers of the entries.
+
+    ``dtype``: None for float32, or float64 for float64 gradients.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dtype: torch.dtype | None = None) -> None:
         self._name = name
+        self._dtype = dtype
         self._flats: PerBucketCache[Tensor] = PerBucketCache()
 
     def field(self, gradient: Tensor) -> StateField:
         """Return the declaration of these numbers for :meth:`CommHook.state_fields`."""
-        return StateField.like(gradient, self._name, "averageable")
+        return replace(StateField.like(gradient, self._name, "averageable"), dtype=self._dtype)
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
-        """Return (numel,), zeros at first; float32, or float64 for float64 gradients."""
+        """Return (numel,), zeros at first."""
         flat = self._flats.get(bucket, state)
         if flat is None:
             buffer = bucket.buffer()
-            flat = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
+            flat = torch.zeros_like(buffer, dtype=self._dtype or at_least_float32(buffer.dtype))
             views = bucket_with(bucket, flat).gradients()
             adopt(state, self._name, zip(bucket.names, views, strict=True))
             self._flats.put(bucket, flat)
@@ -102,16 +109,26 @@ def adopt(state: TensorState, field: str, views: Iterable[tuple[str, Tensor]]) -
 
 
 class KeepsErrors(CommHook):
-    """Base of hooks that can keep what they do not send, and that need kernels on a GPU."""
+    """Base of hooks that can keep what they do not send, and that need kernels on a GPU.
+
+    Errors in bfloat16 are rounded stochastically, or what is below half of their last digit would
+    be lost in each step. A step works on a copy of the bucket's errors in float32.
+    """
 
     # Without types, or they would be options of all hooks.
     error_feedback = False
+    error_dtype: Any = None
     keeps = "error"
     """The name, in the state, of what the hook keeps of each element."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._errors = BucketMemory(self.keeps)
+        if self.error_dtype not in (None, torch.bfloat16):
+            raise CommHookOptionError(
+                f"option 'error_dtype' of hook {self.name!r}: expected bfloat16 or None, found "
+                f"{self.error_dtype}"
+            )
+        self._errors = BucketMemory(self.keeps, self.error_dtype)
 
     @property
     def tells_contribution(self) -> bool:
@@ -131,9 +148,18 @@ class KeepsErrors(CommHook):
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return (self._errors.field(gradient),) if self.error_feedback else ()
 
-    def _error(self, bucket: GradBucket) -> Tensor | None:
-        """Return what was not sent of a bucket, to be changed; None without error feedback."""
-        return self._errors.of(bucket, self.state) if self.error_feedback else None
+    @contextmanager
+    def _error(self, bucket: GradBucket, comm: Communicator) -> Iterator[Tensor | None]:
+        """Give what was not sent of a bucket, to be changed; None without error feedback."""
+        if not self.error_feedback:
+            yield None
+            return
+        kept = self._errors.of(bucket, self.state)
+        error = kept if self.error_dtype is None else kept.float()
+        yield error
+        if error is not kept:
+            seed = bits_of(f"error:{bucket.key}:{comm.step}:{comm.rank}")
+            round_stochastically(error, 1.0, kept, seed)
 
 
 def part_length(numel: int, size: int) -> int:

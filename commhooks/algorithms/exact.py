@@ -75,7 +75,7 @@ class _Half(CommHook):
     """Sum in float32 and round twice, where an all-reduce rounds the sum at each rank. Takes an
     all-to-all and an all-gather, with the same bytes."""
 
-    capturable_from = 0
+    stochastic = False  # without a type, or it would be an option of fp16
     tells_contribution = True
     state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"
@@ -84,6 +84,10 @@ class _Half(CommHook):
         super().__post_init__()
         # Memory for the messages of large buckets on the CPU.
         self._large: PerBucketCache[Tensor] = PerBucketCache()
+
+    @property
+    def capturable_from(self) -> int | None:
+        return None if self.stochastic else 0
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
@@ -143,7 +147,7 @@ async def _sum_in_float32(values: Tensor, comm: Communicator) -> Tensor:
     padding = comm.size * length - values.numel()
     parts = functional.pad(values, (0, padding)).view(comm.size, length)
     first, *others = await comm.all_to_all(parts)
-    total = first.float()
+    total: Tensor = first.float()
     for part in others:
         total += part
     return total
@@ -170,10 +174,6 @@ class Bfloat16(_Half):
     """The seed of random numbers, which also depend on the rank, the step and the bucket."""
 
     wire_dtype = torch.bfloat16
-
-    @property
-    def capturable_from(self) -> int | None:
-        return None if self.stochastic else 0
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError if a device of the parameters cannot run the kernel."""

@@ -53,7 +53,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "fp4": [{}, {"format": "mxfp4", "error_feedback": False}, {"format": "e3m0"}],
     "int2": [{}, {"error_feedback": False}, {"rotate": True}],
     "int4": [{}, {"stochastic": True, "error_feedback": False}, {"rotate": True}],
-    "int8": [{}, {"stochastic": True, "error_feedback": False}],
+    "int8": [{}, {"error_dtype": "bfloat16"}, {"stochastic": True, "error_feedback": False}],
     "qsgd": [{}, {"levels": 1, "norm": "l2"}],
     "signsgd": [{}, {"error_feedback": False}],
     "terngrad": [{}, {"clip": 0.0}],

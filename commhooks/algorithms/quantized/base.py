@@ -114,7 +114,8 @@ class Quantized(KeepsErrors):
     @property
     def capturable_from(self) -> int | None:
         formats = self.number_format(), self.average_format()
-        return None if any(each.is_stochastic for each in formats) else 0
+        is_random = self.error_dtype or any(each.is_stochastic for each in formats)
+        return None if is_random else 0
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         if not self.error_feedback:
@@ -143,6 +144,12 @@ class Quantized(KeepsErrors):
         return (size - 1) * sum(codec.encoded_bytes(length) for codec in codecs) if numel else 0
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        with self._error(bucket, comm) as error:
+            return await self._average(bucket, comm, error)
+
+    async def _average(
+        self, bucket: GradBucket, comm: Communicator, own_error: Tensor | None
+    ) -> Tensor:
         buffer = bucket.buffer()
         values = buffer.to(at_least_float32(buffer.dtype))
         tells_contribution = comm.wants_contribution and self.tells_contribution
@@ -151,7 +158,7 @@ class Quantized(KeepsErrors):
         if values.numel() == 0:
             return buffer
         part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
-        own_error, average_error = self._error(bucket), None
+        average_error = None
         if own_error is not None:
             average_error = self._average_error(bucket, comm.size, part, own_error)
         keep_residual = self.error_feedback or tells_contribution
@@ -208,6 +215,9 @@ class Biased(Quantized):
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
+    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
+    stochastically, halves their memory."""
 
 
 def _rebuild_average_error(

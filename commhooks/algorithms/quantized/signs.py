@@ -1,6 +1,8 @@
 """onebit and signsgd: one bit per number, with error feedback or by majority vote."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from commhooks.algorithms.quantized.base import Biased, Quantized
 from commhooks.codecs.block import BlockSize
@@ -34,6 +36,10 @@ class OneBit(Quantized):
     block_size: BlockSize = 128
     """Numbers per scale. Smaller blocks: closer to the average, more bytes. Larger
     blocks mix parameters whose gradients differ much in size."""
+
+    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
+    stochastically, halves their memory."""
 
     error_feedback = True
     wire = "1/8 byte per element and 4 per block, in an all-to-all and an all-gather"

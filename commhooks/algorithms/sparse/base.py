@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
+
 from commhooks.algorithms.bucket_memory import KeepsErrors
 from commhooks.algorithms.sparse.selection import kept_elements
 from commhooks.hook.options import Limits
@@ -21,6 +23,9 @@ class SparseHook(KeepsErrors):
 
     error_feedback: bool = field(default=True, kw_only=True)
     """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
+    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
+    stochastically, halves their memory."""
 
 
 @dataclass
@@ -37,7 +42,7 @@ class WarmedUp(SparseHook):
 
     @property
     def capturable_from(self) -> int | None:
-        return self.warmup_steps
+        return None if self.error_dtype else self.warmup_steps
 
     def kept(self, bucket: GradBucket, numel: int) -> int:
         """Return how many of ``numel`` elements of a bucket are sent in its step.

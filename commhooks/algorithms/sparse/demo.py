@@ -74,6 +74,7 @@ class DeMo(SparseHook):
     Neither a GradScaler nor clipping by norm has a meaning for signs."""
 
     error_feedback: bool = field(default=True, init=False, repr=False)
+    error_dtype: torch.dtype | None = field(default=None, init=False, repr=False)
 
     capturable_from = 0
     keeps = "momentum"

@@ -79,6 +79,7 @@ class DGC(WarmedUp):
     """Reset the velocity of the elements that were sent, so that old gradients do not add to it."""
 
     error_feedback: bool = field(default=True, init=False, repr=False)
+    error_dtype: torch.dtype | None = field(default=None, init=False, repr=False)
 
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"

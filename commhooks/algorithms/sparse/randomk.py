@@ -69,19 +69,21 @@ class RandomK(SparseHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._error(bucket)
-        total = to_memory_dtype(buffer)
-        is_damaged = add_and_check(total, error)
-        n, k = buffer.numel(), self._k(bucket)
-        indices = draw_indices(n, k, comm.generator, like=buffer)
-        own = total.index_select(0, indices) / comm.size
-        if error is None:
-            own = (own * (n / max(1, k))).to(buffer.dtype)
-        else:
-            # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
-            own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
-        mark(own, is_damaged)
-        return await average_at(indices, own, total=total, error=error, buffer=buffer, comm=comm)
+        with self._error(bucket, comm) as error:
+            total = to_memory_dtype(buffer)
+            is_damaged = add_and_check(total, error)
+            n, k = buffer.numel(), self._k(bucket)
+            indices = draw_indices(n, k, comm.generator, like=buffer)
+            own = total.index_select(0, indices) / comm.size
+            if error is None:
+                own = (own * (n / max(1, k))).to(buffer.dtype)
+            else:
+                # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
+                own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
+            mark(own, is_damaged)
+            return await average_at(
+                indices, own, total=total, error=error, buffer=buffer, comm=comm
+            )
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return all_reduce_bytes(self._k(bucket) * bucket.buffer().dtype.itemsize, size)

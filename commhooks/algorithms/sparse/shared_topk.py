@@ -72,20 +72,20 @@ class SharedTopK(WarmedUp):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._error(bucket)
-        total = to_memory_dtype(buffer)
-        is_damaged = add_and_check(total, error)
-        indices, intact = await _choose_in_turn(total, partial(self.kept, bucket), comm)
-        # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
-        share = total.index_select(0, indices) / comm.size
-        share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
-        mark(share, is_damaged | ~intact)
-        if comm.wants_contribution and self.tells_contribution:
-            sent = share.to(total.dtype) * comm.size
-            comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)
-        return await average_at(
-            indices, share, total=total, error=error, beta=self.beta, buffer=buffer, comm=comm
-        )
+        with self._error(bucket, comm) as error:
+            total = to_memory_dtype(buffer)
+            is_damaged = add_and_check(total, error)
+            indices, intact = await _choose_in_turn(total, partial(self.kept, bucket), comm)
+            # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
+            share = total.index_select(0, indices) / comm.size
+            share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
+            mark(share, is_damaged | ~intact)
+            if comm.wants_contribution and self.tells_contribution:
+                sent = share.to(total.dtype) * comm.size
+                comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)
+            return await average_at(
+                indices, share, total=total, error=error, beta=self.beta, buffer=buffer, comm=comm
+            )
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         numel, itemsize = bucket.buffer().numel(), bucket.buffer().itemsize

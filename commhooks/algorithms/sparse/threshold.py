@@ -51,13 +51,13 @@ class Threshold(SparseHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._error(bucket)
-        total = to_memory_dtype(buffer)
-        indices = select_above(total, error, self.value)  # also adds the error to the total
-        own = SparseVector.of(total, indices, buffer.dtype)
-        if comm.wants_contribution and self.tells_contribution:
-            comm.contribution = own.dense(total.dtype)
-        count = indices.new_full((), own.count, dtype=torch.int64)
-        counts: list[int] = (await comm.all_gather(count)).tolist()
-        gathered = await gather(own, counts, comm)
-        return gathered.commit(total, error, buffer)
+        with self._error(bucket, comm) as error:
+            total = to_memory_dtype(buffer)
+            indices = select_above(total, error, self.value)  # also adds the error to the total
+            own = SparseVector.of(total, indices, buffer.dtype)
+            if comm.wants_contribution and self.tells_contribution:
+                comm.contribution = own.dense(total.dtype)
+            count = indices.new_full((), own.count, dtype=torch.int64)
+            counts: list[int] = (await comm.all_gather(count)).tolist()
+            gathered = await gather(own, counts, comm)
+            return gathered.commit(total, error, buffer)

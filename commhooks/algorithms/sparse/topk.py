@@ -67,15 +67,15 @@ class TopK(WarmedUp):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._error(bucket)
-        total = to_memory_dtype(buffer)
-        own = SparseVector.of(total, self._select(bucket, total, error), buffer.dtype)
-        codec = self._codec(bucket)
-        gathered = await gather(own, [own.count] * comm.size, comm, codec)
-        if comm.wants_contribution and self.tells_contribution:
-            comm.contribution = gathered.own.dense(total.dtype)
-        mean = gathered.commit(total, error, buffer if codec is None else total)
-        return mean if mean is buffer else buffer.copy_(mean)
+        with self._error(bucket, comm) as error:
+            total = to_memory_dtype(buffer)
+            own = SparseVector.of(total, self._select(bucket, total, error), buffer.dtype)
+            codec = self._codec(bucket)
+            gathered = await gather(own, [own.count] * comm.size, comm, codec)
+            if comm.wants_contribution and self.tells_contribution:
+                comm.contribution = gathered.own.dense(total.dtype)
+            mean = gathered.commit(total, error, buffer if codec is None else total)
+            return mean if mean is buffer else buffer.copy_(mean)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return gather_bytes(bucket, self._count(bucket), size, self._codec(bucket))

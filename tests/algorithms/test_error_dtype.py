@@ -1,0 +1,79 @@
+"""Errors in bfloat16: what is kept, and that nothing is lost on average."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commhooks
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+HOOKS = {
+    "int8": {},
+    "onebit": {},
+    "topk": {"density": 0.1, "warmup_steps": 0},
+    "shared_topk": {"density": 0.1, "warmup_steps": 0},
+    "threshold": {"value": 0.5},
+    "randomk": {"error_feedback": True},
+}
+
+
+def trains(rank: int, size: int, name: str) -> dict[str, Tensor]:
+    """Return what is missing in the results and errors of some steps, and the last results."""
+    options = {"name": name, **HOOKS[name]}
+    plain = Trainer(commhooks.create(options), stable_buckets=True)
+    small = Trainer(commhooks.create(options | {"error_dtype": "bfloat16"}), stable_buckets=True)
+    parameters = probe_parameters()
+    totals = {key: torch.zeros_like(value) for key, value in parameters.items()}
+    last: dict[str, Tensor] = {}
+    for step in range(30):
+        gradients = draw_gradients(parameters, step, rank)
+        plain.step(gradients)
+        last = small.step(gradients)
+        for key, result in last.items():
+            totals[key] += gradients[key] - result
+    state, exact = small.handle.hook.state, plain.handle.hook.state
+    for key, entry in state.items():
+        assert entry["error"].dtype == torch.bfloat16
+        assert 2 * entry["error"].nbytes == exact[key]["error"].nbytes
+        totals[key] -= entry["error"].float()
+        if "average_error" in entry:  # errors of averages count on all ranks
+            start, own = int(entry["average_start"]), entry["average_error"]
+            flat = totals[key].as_strided((totals[key].numel(),), (1,))
+            flat[start : start + own.numel()] -= size * own
+    missing = torch.cat([totals[key].reshape(-1) for key in sorted(totals) if key != "empty"])
+    dist.all_reduce(missing)
+    return {"missing": missing / size, **last}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_nothing_is_lost_on_average(run_ranks: Any, name: str) -> None:
+    found = run_ranks(trains, 2, name)
+    assert same_bits(*found)
+    missing = found[0]["missing"]
+    # Errors of size 1 to 5 are rounded in each step, by at most 1/64; they add up as chance does.
+    assert missing.abs().max() > 1e-4  # in float32 nothing would be missing
+    assert missing.abs().mean() < 0.05
+    assert missing.mean().abs() < 0.01
+
+
+def accumulates(rank: int, size: int) -> float:
+    """Return the mean error of gradients of 0.001 that are never sent, after 600 steps."""
+    trainer = Trainer(
+        commhooks.create("topk", density=0.01, warmup_steps=0, error_dtype="bfloat16"),
+        {"weight": torch.zeros(500)},
+    )
+    gradient = torch.full((500,), 0.001)
+    gradient[:5] = 1.0
+    for _ in range(600):
+        trainer.step({"weight": gradient})
+    return float(trainer.handle.hook.state["weight"]["error"][5:].float().mean())
+
+
+def test_small_gradients_accumulate(run_ranks: Any) -> None:
+    """Rounded to nearest, an error above 0.25 would not change by 0.001."""
+    for error in run_ranks(accumulates, 2):
+        assert error == pytest.approx(0.6, rel=0.05)
