@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from reducer.buffers import broadcast
 from reducer.peers import collective, wait
-from reducer.torch_internals import TorchNames
+from reducer.wrapper import Wrapper
 
 _PLANS = "the exchange of what each rank is about to do, inside join(),"
 
@@ -38,7 +38,7 @@ class StepPlan:
     @classmethod
     def agree(
         cls,
-        model: TorchNames,
+        model: Wrapper,
         *,
         is_active: bool,
         synchronizes: bool = False,
@@ -63,7 +63,7 @@ class StepPlan:
         """The rank whose buffers are broadcast."""
         return self.active[-1]
 
-    def share_skipped(self, model: TorchNames) -> list[bool]:
+    def share_skipped(self, model: Wrapper) -> list[bool]:
         """Return which buckets the root's step skips. Collective, after forward."""
         skipped = model.reducer.skipped_buckets
         if model.options.skip_all_reduce_unused_params:
@@ -73,7 +73,7 @@ class StepPlan:
                 skipped = [flag != 0 for flag in of_root.tolist()]
         return skipped
 
-    def gradient_scale(self, model: TorchNames) -> float:
+    def gradient_scale(self, model: Wrapper) -> float:
         """Return the factor of gradients that lets the hook average over active ranks only."""
         if model.divide_by_initial_world_size:
             return 1.0
@@ -101,7 +101,7 @@ class ShadowHook(JoinHook):
 
     def __init__(
         self,
-        model: TorchNames,
+        model: Wrapper,
         *,
         divide_by_initial_world_size: bool = True,
         **_of_others: Any,

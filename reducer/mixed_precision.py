@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
 
-from reducer.nested_tensors import map_tensors, tensors_in
+from reducer.nested_tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class CastModule:
         dtype = self._dtype
         if dtype is None:
             return inputs
-        return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+        return _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
     @contextmanager
     def casting(self) -> Iterator[Callable[[Any], None]]:
