@@ -453,7 +453,7 @@ class DistributedDataParallel(Wrapper):
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()
-        self._trained.stop()
+        self._trained.close()
 
     # -------------------------------------------------------------------------- observation
 

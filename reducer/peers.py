@@ -145,7 +145,7 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     with suppress(RuntimeError):
         suspects = call_within(_STORE_SECONDS, lambda: _leave_note(store, group.rank(), suspects))
-    end_now(receives.values())
+    abort_works(receives.values())
     with suppress(RuntimeError):
         return call_within(_STORE_SECONDS, lambda: _without_note(store, suspects))
     return []
@@ -176,7 +176,7 @@ def close_connections(backend: Any) -> None:
 
     What is pending on it fails, here and on the peers, except for messages that are on their way.
     """
-    end_now(_receives(backend).values())
+    abort_works(_receives(backend).values())
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
@@ -198,8 +198,8 @@ def _receives(gloo: Any) -> dict[int, dist.Work]:
     return receives
 
 
-def end_now(works: Iterable[dist.Work]) -> None:
-    """Wait until messages on Gloo have ended. Unless they have, all connections are closed."""
+def abort_works(works: Iterable[dist.Work]) -> None:
+    """Abort messages on Gloo: unless they have ended, all connections are closed."""
     for work in works:
         with suppress(RuntimeError):
             work.wait(_AT_ONCE)  # a wait that times out closes all connections

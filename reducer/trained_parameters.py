@@ -72,7 +72,7 @@ class TrainedParameters:
         if all(isinstance(it, nn.Parameter) for it in named.values()):
             self._record(model, named)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Do not compare any longer."""
         self._dicts, self._values, self._frozen = [], [], []
 

@@ -73,7 +73,7 @@ class WrapperReducer(Reducer):
                 "ScheduleInterleaved1F1B, or average gradients after each step of the schedule"
             )
         if self._was_announced and self.awaits_backward:
-            self.abandon()
+            self.abort()
             self._was_announced = False
             raise RuntimeError(
                 f"{rank}A backward was announced by prepare_for_backward(), and no gradient has "

@@ -341,7 +341,7 @@ at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype) {
   try {
     memory->own = arena_->allocate(std::max<size_t>(bytes, 1));
   } catch (const std::system_error& error) {
-    fail(describe(error));  // or the peers would wait for this rank
+    abort(describe(error));  // or the peers would wait for this rank
     const Lock lock(mutex_);
     check_failed_locked();
   }
@@ -451,7 +451,7 @@ void HostGroup::progress() {
     }
   }
   if (!failure.empty()) {
-    fail(failure);
+    abort(failure);
   }
 }
 
@@ -548,7 +548,7 @@ void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeou
       loss = c10::str("Timed out waiting ", timeout.count(), " ms for ", describe_late());
     }
     if (!loss.empty()) {
-      fail(loss);
+      abort(loss);
     }
     {
       const Lock lock(mutex_);
@@ -589,7 +589,7 @@ std::string HostGroup::describe_late() const {
 }
 
 // Takes part in nothing more: the peers fail, too, when they wait for this rank.
-void HostGroup::fail(const std::string& why) {
+void HostGroup::abort(const std::string& why) {
   std::deque<std::shared_ptr<Operation>> operations;  // destroyed without the lock
   {
     const Lock lock(mutex_);

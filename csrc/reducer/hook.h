@@ -112,9 +112,9 @@ class Hook {
       const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/,
       std::shared_ptr<Transport> /*transport*/) {}
 
-  // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
-  // step will be launched.
-  virtual void abandon() {}
+  // Called when the step is aborted, possibly for a reason outside the hook. No more buckets of it
+  // will be launched.
+  virtual void abort() {}
 };
 
 }  // namespace commhooks

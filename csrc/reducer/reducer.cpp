@@ -98,32 +98,6 @@ ReducerOptions checked(ReducerOptions options, size_t count) {
 
 }  // namespace
 
-// Owned by the callback that ends a backward. If autograd drops the callback without running it,
-// the backward ended with an exception, and the step is abandoned.
-class Reducer::BackwardGuard {
- public:
-  explicit BackwardGuard(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
-  BackwardGuard(const BackwardGuard&) = delete;
-  BackwardGuard& operator=(const BackwardGuard&) = delete;
-
-  ~BackwardGuard() {
-    if (auto reducer = reducer_.lock(); reducer && !ended_) {
-      reducer->pipeline_.abandon();
-    }
-  }
-
-  void end() {
-    ended_ = true;
-    if (auto reducer = reducer_.lock()) {
-      reducer->in_backward([&] { reducer->on_backward_end(); });
-    }
-  }
-
- private:
-  std::weak_ptr<Reducer> reducer_;
-  bool ended_ = false;
-};
-
 // ----------------------------------------------------------------------------------- construction
 
 std::shared_ptr<Reducer> Reducer::create(
@@ -200,7 +174,7 @@ void Reducer::reattach() {
 }
 
 void Reducer::remove_autograd_hooks() {
-  pipeline_.abandon();
+  pipeline_.abort();
   Accumulators accumulators;
   {
     const Lock lock = pipeline_.lock();
@@ -341,8 +315,8 @@ struct Reducer::Gradient {
 };
 
 void Reducer::on_gradient(size_t index) {
-  pipeline_.or_abandon([&] {
-    Turn::Helper helper(pipeline_.turn());
+  pipeline_.or_abort([&] {
+    Turn::Part helper(pipeline_.turn());
     Gradient gradient = note_gradient(index, helper);
     if (gradient.is_left_out) {
       warn_of_left_out(index);
@@ -359,7 +333,7 @@ void Reducer::on_gradient(size_t index) {
   });
 }
 
-Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
+Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Part& helper) {
   Gradient gradient;
   Lock lock = pipeline_.lock();
   pipeline_.note_use_locked(index);
@@ -405,8 +379,19 @@ void Reducer::queue_backward_end() {
         "higher-order gradients through the average are not. Use torch.autograd.grad and average "
         "its results.");
   }
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
-  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
+  // If autograd drops the callback without running it, the backward has ended with an exception.
+  const std::shared_ptr<bool> has_run(new bool(false), [weak = weak_from_this()](bool* has_run) {
+    if (const auto reducer = weak.lock(); reducer && !*has_run) {
+      reducer->pipeline_.abort();
+    }
+    delete has_run;
+  });
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), has_run] {
+    *has_run = true;
+    if (const auto reducer = weak.lock()) {
+      reducer->in_backward([&] { reducer->on_backward_end(); });
+    }
+  });
 }
 
 bool Reducer::is_last_gradient_locked(size_t index) {
@@ -490,7 +475,7 @@ void Reducer::check_complete(const char* advice) {
     }
   }
   if (!missing.empty()) {
-    pipeline_.abandon();
+    pipeline_.abort();
     TORCH_CHECK(
         false, rank_prefix(), advice,
         explain_missing(options_, parameters_, missing, pipeline_.groups().rank()),
@@ -599,7 +584,7 @@ void Reducer::set_static_graph() {
 }
 
 void Reducer::set_process_group(const GroupPtr& process_group, TransportPtr transport) {
-  pipeline_.abandon();
+  pipeline_.abort();
   ReductionGroups groups(process_group, options_.key_groups, std::move(transport));
   BucketSet rebuilt = buckets_as_before(options_, groups);
   Lock lock = pipeline_.lock();

@@ -82,8 +82,8 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `abandon` of all hooks.
-  void abandon() const;
+  // Calls `abort` of all hooks.
+  void abort() const;
 
  private:
   std::vector<GroupPtr> process_groups_;

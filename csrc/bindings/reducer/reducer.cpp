@@ -267,7 +267,7 @@ launch, hook, wait or unpack), index (of the parameter for gradient, of the step
 drain, else of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for gradient).
 Activity hook also has key and names of the bucket, and hook, the name of the hook. The order is
 unspecified.)")
-      .def("abandon", in_pipeline(&Pipeline::abandon), release_gil())
+      .def("abort", in_pipeline(&Pipeline::abort), release_gil())
       .def("bucket_stats", &bucket_stats, R"(
 Return one dict per bucket: index, names, key, indices (of parameters), gradient_bytes, group
 (the index of its reduction group, 0 for the hook that was set), is_sparse, ranks (the number of
