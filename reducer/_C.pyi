@@ -85,7 +85,6 @@ class ReducerOptions:
     key_groups: dict[int, dist.ProcessGroup]
     late_key: int | None
     bucket_bytes: list[int]
-    small_last_bucket: bool
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -183,10 +182,7 @@ def make_reducer(
     options: WrapperOptions,
     host: native.HostGroup | None,
 ) -> WrapperReducer:
-    """Return a reducer of those of the parameters that require a gradient.
-
-    The environment variable ``DDP_SET_LAST_BUCKET_CAP=1`` makes the last bucket the small one.
-    """
+    """Return a reducer of those of the parameters that require a gradient."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     sparse = sparse_parameters(module)
     settings = native.ReducerOptions()
@@ -194,7 +190,6 @@ def make_reducer(
     settings.names = [name for name, _ in trained]
     settings.sparse = [parameter in sparse for _, parameter in trained]
     settings.bucket_bytes = list(options.bucket_bytes)
-    settings.small_last_bucket = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     settings.find_unused_parameters = options.find_unused_parameters
     settings.static_graph = options.static_graph
     settings.gradient_as_bucket_view = options.gradient_as_bucket_view

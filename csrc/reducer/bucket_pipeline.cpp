@@ -42,7 +42,7 @@ BucketPipeline::BucketPipeline(
       tracker_(tracker),
       side_stream_(side_stream(parameters.front().device())),
       groups_(process_group, options.key_groups, std::move(transport)),
-      buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()), false)),
+      buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()))),
       unused_(parameters.size()) {}
 
 // --------------------------------------------------------------------------------- between steps

@@ -61,8 +61,7 @@ std::vector<std::vector<size_t>> fill_buckets(
 std::vector<std::vector<size_t>> plan_of(
     const std::vector<at::Tensor>& parameters,
     const ReducerOptions& options,
-    const std::vector<size_t>& order,
-    bool back_to_front) {
+    const std::vector<size_t>& order) {
   TORCH_CHECK_VALUE(!options.bucket_bytes.empty(), "Expected at least one bucket size.");
   // A sparse gradient has a bucket of its own.
   auto keys = options.keys;
@@ -72,16 +71,7 @@ std::vector<std::vector<size_t>> plan_of(
       keys[index] = ++unused_key;
     }
   }
-  std::vector<std::vector<size_t>> plan;
-  if (back_to_front) {
-    plan = fill_buckets(parameters, keys, {order.rbegin(), order.rend()}, options.bucket_bytes);
-    std::reverse(plan.begin(), plan.end());
-    for (auto& members : plan) {
-      std::reverse(members.begin(), members.end());
-    }
-  } else {
-    plan = fill_buckets(parameters, keys, order, options.bucket_bytes);
-  }
+  auto plan = fill_buckets(parameters, keys, order, options.bucket_bytes);
   std::stable_partition(plan.begin(), plan.end(), [&](const std::vector<size_t>& members) {
     return options.keys[members.front()] != options.late_key;
   });
@@ -94,9 +84,8 @@ BucketSet make_buckets(
     const std::vector<at::Tensor>& parameters,
     const ReducerOptions& options,
     const ReductionGroups& groups,
-    std::vector<size_t> order,
-    bool back_to_front) {
-  const auto plan = plan_of(parameters, options, order, back_to_front);
+    std::vector<size_t> order) {
+  const auto plan = plan_of(parameters, options, order);
   BucketSet set;
   set.locations.resize(parameters.size());
   for (size_t b = 0; b < plan.size(); ++b) {
@@ -120,7 +109,6 @@ BucketSet make_buckets(
     set.all.push_back(std::move(bucket));
   }
   set.order = std::move(order);
-  set.back_to_front = back_to_front;
   return set;
 }
 

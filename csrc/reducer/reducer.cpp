@@ -515,8 +515,7 @@ bool Reducer::rebuild_buckets() {
   for (const int64_t code : c10::ArrayRef(codes.const_data_ptr<int64_t>(), codes.numel())) {
     order.push_back(static_cast<size_t>(code) % parameters_.size());
   }
-  BucketSet rebuilt =
-      make_buckets(parameters_, options_, pipeline_.groups(), order, options_.small_last_bucket);
+  BucketSet rebuilt = make_buckets(parameters_, options_, pipeline_.groups(), std::move(order));
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   rebuilt_ = true;
@@ -549,7 +548,8 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       " parameters, found ", keys.size(), ".");
   ReducerOptions options = options_;
   options.keys = keys;
-  BucketSet rebuilt = buckets_as_before(options, pipeline_.groups());
+  BucketSet rebuilt =
+      make_buckets(parameters_, options, pipeline_.groups(), pipeline_.buckets().order);
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   TORCH_CHECK(
@@ -566,13 +566,6 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
   }
 }
 
-// Returns the buckets of the parameters in the order of the current ones.
-BucketSet Reducer::buckets_as_before(
-    const ReducerOptions& options, const ReductionGroups& groups) const {
-  const BucketSet& before = pipeline_.buckets();
-  return make_buckets(parameters_, options, groups, before.order, before.back_to_front);
-}
-
 void Reducer::set_static_graph() {
   const Lock lock = pipeline_.lock();
   TORCH_CHECK(
@@ -586,7 +579,7 @@ void Reducer::set_static_graph() {
 void Reducer::set_process_group(const GroupPtr& process_group, TransportPtr transport) {
   pipeline_.abort();
   ReductionGroups groups(process_group, options_.key_groups, std::move(transport));
-  BucketSet rebuilt = buckets_as_before(options_, groups);
+  BucketSet rebuilt = make_buckets(parameters_, options_, groups, pipeline_.buckets().order);
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   pipeline_.replace_groups_locked(lock, std::move(groups), std::move(rebuilt));

@@ -189,7 +189,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   bool agree_on_order(at::Tensor& order, bool unanimously) const;
-  BucketSet buckets_as_before(const ReducerOptions& options, const ReductionGroups& groups) const;
   void wait_to_rebuild_locked();
 
   const std::vector<at::Tensor> parameters_;

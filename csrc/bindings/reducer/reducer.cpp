@@ -190,7 +190,6 @@ Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype o
       .def_readwrite("key_groups", &Options::key_groups)
       .def_readwrite("late_key", &Options::late_key)
       .def_readwrite("bucket_bytes", &Options::bucket_bytes)
-      .def_readwrite("small_last_bucket", &Options::small_last_bucket)
       .def_readwrite("find_unused_parameters", &Options::find_unused_parameters)
       .def_readwrite("static_graph", &Options::static_graph)
       .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
