@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reducer import native  # not its classes, which are missing without extensions
 from reducer.agreement import check_agreement
-from reducer.buffers import broadcast
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
+from reducer.peers import broadcast
 from reducer.wrapper_reducer import WrapperReducer
 
 # Name, shape, strides and dtype of a parameter.
@@ -122,31 +122,22 @@ def sync_initial_state(
 ) -> None:
     """Verify that ranks train the same parameters, then broadcast parameters and buffers.
 
+    Raises RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
     The root is rank 0 of ``group``; for parameters that are averaged over a process group of their
     own, it is the first rank of that group. Collective.
     """
-    verify_parameters([(name, p) for name, p in named_parameters if p.requires_grad], group)
+    descriptions = [
+        (name, tuple(p.shape), p.stride(), str(p.dtype))
+        for name, p in named_parameters
+        if p.requires_grad
+    ]
+    device = named_parameters[0][1].device
+    what = "the comparison of the ranks' parameters"
+    check_agreement(descriptions, group, device, _explain, what)
     owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
     broadcast(group, [*(p for p, own in owners if own is None), *buffers], 0)
     for each in {id(own): own for own in keys.process_groups.values()}.values():
         broadcast(each, [p for p, own in owners if own is each], 0)
-
-
-def verify_parameters(
-    named_parameters: Sequence[tuple[str, torch.Tensor]], process_group: dist.ProcessGroup
-) -> None:
-    """Raise RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
-
-    Collective over ``process_group``; see :func:`reducer.agreement.check_agreement`.
-    """
-    descriptions = [
-        (name, tuple(parameter.shape), parameter.stride(), str(parameter.dtype))
-        for name, parameter in named_parameters
-    ]
-    device = named_parameters[0][1].device
-    check_agreement(
-        descriptions, process_group, device, _explain, "the comparison of the ranks' parameters"
-    )
 
 
 def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:

@@ -34,12 +34,7 @@ from reducer.logging_data import StepSampler, logging_data, records_errors
 from reducer.mixed_precision import CastModule
 from reducer.native import AverageHook, GradBucket, HostGroup
 from reducer.nested_tensors import tensors_in, through_sink
-from reducer.optim import (
-    GradientObserver,
-    GradientObservers,
-    overlap_optimizer,
-    take_over_in_backward_optimizers,
-)
+from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
 from reducer.options import (
     GroupKeys,
     WrapperOptions,
@@ -50,20 +45,11 @@ from reducer.peers import collective, wait
 from reducer.trained_parameters import TrainedParameters
 from reducer.wrapper import Wrapper
 
-__all__ = ["DistributedDataParallel", "GradientObserver"]
-
 # Each process makes its own when a wrapper is loaded.
 _NOT_PICKLED = (
-    "process_group",
-    "_join_config",
-    "parameter_names",
-    "reducer",
-    "hook_registration",
-    "gradient_observers",
-    "step_sampler",
-    "_casts",
-    "_trained",
-)
+    "process_group", "_join_config", "parameter_names", "reducer", "hook_registration",
+    "gradient_observers", "step_sampler", "_casts", "_trained",
+)  # fmt: skip
 
 _WIRE_DTYPES = {
     BuiltinCommHookType.ALLREDUCE: None,
@@ -223,7 +209,7 @@ class DistributedDataParallel(Wrapper):
         self.reducer.wrapper = weakref.ref(self)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
         self._trained = TrainedParameters(self)
-        self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
+        self.gradient_observers = []
         self.step_sampler = StepSampler()
         self._has_run_forward = False
 
@@ -270,7 +256,7 @@ class DistributedDataParallel(Wrapper):
         self, synchronizes: bool, inputs: Any, kwargs: Any
     ) -> tuple[StepPlan | None, Any, Any]:
         if not self._has_run_forward:
-            take_over_in_backward_optimizers(self.gradient_observers)
+            take_over_in_backward_optimizers(self)
             self._has_run_forward = True
         if synchronizes:
             self.check_parameters()
@@ -438,18 +424,6 @@ class DistributedDataParallel(Wrapper):
     ) -> None:
         """Call :func:`reducer.overlap_optimizer` such that gradients are not cleared."""
         overlap_optimizer(self, optim, optim_params, *args, clear_gradients=False, **kwargs)
-
-    def add_gradient_observer(self, observer: GradientObserver) -> None:
-        """Call ``observer(parameters)`` in backward when these have their averaged ``.grad``.
-
-        It is called for one bucket at a time, on the thread that runs backward. An exception ends
-        the backward.
-        """
-        self.gradient_observers.add(observer)
-
-    def remove_gradient_observer(self, observer: GradientObserver) -> None:
-        """Stop calling ``observer``. Raises ValueError if it was not added."""
-        self.gradient_observers.remove(observer)
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()

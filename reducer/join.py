@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from reducer.buffers import broadcast
-from reducer.peers import collective, wait
+from reducer.peers import broadcast, collective, wait
 from reducer.wrapper import Wrapper
 
 _PLANS = "the exchange of what each rank is about to do, inside join(),"

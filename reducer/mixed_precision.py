@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
 
-from reducer.nested_tensors import tensors_in
+from reducer.nested_tensors import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -43,27 +42,18 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
 
-    @classmethod
-    def of(cls, config: Any) -> MixedPrecision:
-        """Convert any object that has these three attributes."""
-        return cls(config.param_dtype, config.reduce_dtype, config.buffer_dtype)
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which the default average is sent; None: that of the gradients."""
-        return self.reduce_dtype or self.param_dtype
-
 
 class CastModule:
     """Replaces parameters with casts during forward and backward. See Note [Mixed precision].
 
-    ``mixed_precision``: as :class:`MixedPrecision`, or None to run the module unchanged.
+    ``mixed_precision``: has the attributes of :class:`MixedPrecision`; None: runs the module
+    unchanged. ``wire_dtype``: of the default average; None: that of the gradients.
     """
 
     def __init__(self, module: nn.Module, mixed_precision: Any, ignored: set[str]) -> None:
-        dtypes = MixedPrecision.of(mixed_precision or MixedPrecision())
-        self._dtype = dtypes.param_dtype
-        self.wire_dtype = dtypes.wire_dtype
+        dtypes = mixed_precision or MixedPrecision()
+        self._dtype: torch.dtype | None = dtypes.param_dtype
+        self.wire_dtype: torch.dtype | None = dtypes.reduce_dtype or dtypes.param_dtype
         self._attributes = [
             (owner, name)
             for prefix, owner in module.named_modules()
@@ -84,7 +74,7 @@ class CastModule:
         dtype = self._dtype
         if dtype is None:
             return inputs
-        return _apply_to_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+        return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
     @contextmanager
     def casting(self) -> Iterator[Callable[[Any], None]]:

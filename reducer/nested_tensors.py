@@ -1,4 +1,4 @@
-"""Find and replace tensors in the nested structures that a forward returns.
+"""Find and replace tensors in the nested structures that a forward takes or returns.
 
 Note [Sink]
 ~~~~~~~~~~~
@@ -15,7 +15,7 @@ these arrive at the reducer like all others::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
     elif dist.rpc.is_available() and isinstance(value, dist.rpc.RRef) and value.is_owner():
         yield from tensors_in(value.local_value())
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a copy of a nested structure with ``function`` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, dict):
+        return type(value)({key: map_tensors(function, item) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(
+            value, **{name: map_tensors(function, item) for name, item in fields.items()}
+        )
+    return value
 
 
 class _Sink(torch.autograd.Function):

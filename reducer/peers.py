@@ -34,7 +34,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _broadcast_coalesced,
+)
 
 from reducer.errors import CommHookError, CommHookPeerError
 
@@ -56,6 +62,8 @@ _STORE_SECONDS = 4.0  # for the answers of the store
 _AT_ONCE = timedelta(milliseconds=1)
 _NO_LIMIT = timedelta(0)  # the default of C++
 _TAG = 0x70656572  # of messages that are never sent
+BROADCAST_BYTES = 250 * 2**20
+"""The size up to which tensors are broadcast together."""
 
 
 @contextmanager
@@ -80,6 +88,14 @@ def wait(work: dist.Work | None) -> None:
     """Wait for a collective. A Work that is written in Python has no default for the time-out."""
     assert work is not None  # for ranks outside the group
     work.wait(_NO_LIMIT)
+
+
+def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) -> None:
+    """Overwrite tensors with those of the group's rank ``root``. Collective."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if tensors and group.size() > 1:
+        with collective(group, f"the broadcast of {len(tensors)} tensors of rank {root}"):
+            _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -16,12 +16,11 @@ from torch._compile import _disable_dynamo
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from reducer.buffers import BROADCAST_BYTES
 from reducer.hook_registration import HookRegistration
 from reducer.host_memory import connect_host
 from reducer.native import HostGroup
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
-from reducer.peers import collective
+from reducer.peers import BROADCAST_BYTES, collective
 from reducer.wrapper_reducer import WrapperReducer
 
 INHERITED = frozenset({
@@ -43,6 +42,8 @@ The wrapper is a subclass of torch's, because pipelines, checkpoints, compilers 
 on purpose, also names of a later torch, raises AttributeError rather than fail inside torch.
 """
 
+GradientObserver = Callable[[Sequence[nn.Parameter]], None]
+
 _REFUSED = {it for it in vars(TorchDDP) if not it.startswith("__")} - INHERITED - {"_abc_impl"}
 _OPTIONS = {*WrapperOptions.__dataclass_fields__, "bucket_bytes_cap"}
 
@@ -62,6 +63,7 @@ class Wrapper(TorchDDP):
     options: WrapperOptions
     reducer: WrapperReducer  # type: ignore[assignment]
     hook_registration: HookRegistration
+    gradient_observers: list[GradientObserver]
     _is_connected: bool
 
     locals().update({name: property() for name in _REFUSED})  # without a getter
@@ -149,6 +151,32 @@ class Wrapper(TorchDDP):
             collective(self.process_group, what),
         ):
             self._sync_module_buffers(root)  # type: ignore[no-untyped-call]
+
+    def add_gradient_observer(self, observer: GradientObserver) -> None:
+        """Call ``observer(parameters)`` in backward when these have their averaged ``.grad``.
+
+        It is called for one bucket at a time, on the thread that runs backward. An exception ends
+        the backward.
+        """
+        self.gradient_observers.append(observer)
+        self._observe()
+
+    def remove_gradient_observer(self, observer: GradientObserver) -> None:
+        """Stop calling ``observer``. Raises ValueError if it was not added."""
+        self.gradient_observers.remove(observer)
+        self._observe()
+
+    def _observe(self) -> None:
+        # The function must not refer to self, which refers to the reducer: the garbage collector
+        # cannot find a reference cycle that passes through C++.
+        observers, parameters = self.gradient_observers, list(self.parameter_names)
+
+        def observe(indices: Sequence[int]) -> None:
+            ready = [parameters[index] for index in indices]
+            for observer in observers:
+                observer(ready)
+
+        self.reducer.set_observer(observe if observers else None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

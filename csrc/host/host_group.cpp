@@ -66,25 +66,13 @@ Doorbell& doorbell_in(char* first_page) {
 
 // A descriptor of the process with this id, which becomes readable when the process ends.
 File watch_process(int64_t process) {
-#ifdef SYS_pidfd_open
-  const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
-#else
-  const int descriptor = -1;
-  errno = ENOSYS;
-#endif
-  if (descriptor < 0) {
-    throw_system_error("pidfd_open");
-  }
-  return File(descriptor);
+  constexpr int64_t kPidfdOpen = 434;  // SYS_pidfd_open, which older headers do not have
+  return File(static_cast<int>(syscall(kPidfdOpen, process, 0)), "pidfd_open");
 }
 
 File open_file_of(int64_t process, int64_t file) {
   const std::string path = c10::str("/proc/", process, "/fd/", file);
-  const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (descriptor < 0) {
-    throw_system_error(path);
-  }
-  return File(descriptor);
+  return File(open(path.c_str(), O_RDWR | O_CLOEXEC), path);
 }
 
 bool has_ended(const File& process) {

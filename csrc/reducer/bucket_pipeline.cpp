@@ -147,7 +147,10 @@ void BucketPipeline::skip_locked(const std::vector<size_t>& absent) {
   step_.left_out = std::make_shared<const std::vector<std::string>>(std::move(left_out));
 }
 
-void BucketPipeline::begin_backward_locked(Lock& lock) {
+bool BucketPipeline::begin_backward_locked(Lock& lock) {
+  if (!tracker_.begin_backward()) {
+    return false;
+  }
   step_.times.backward_start = Clock::now();
   if (auto store = GradientStore::current(); store != step_.store) {
     lock.replace(step_.store, std::move(store));
@@ -155,6 +158,7 @@ void BucketPipeline::begin_backward_locked(Lock& lock) {
       bucket->set_store(step_.store);
     }
   }
+  return true;
 }
 
 void BucketPipeline::note_use_locked(size_t index) {
@@ -589,7 +593,7 @@ void BucketPipeline::finish_unused() {
   }
   const auto everywhere = with_peers(
       default_group(), describe_sharing, [&] { return unused_.finish_sharing(group_of); });
-  for (const auto& [bucket, average, positions] : unused_.settle(everywhere)) {
+  for (const auto& [bucket, average, positions] : unused_.take_deferred(everywhere)) {
     unpack(*bucket, average, positions);
   }
   unused_.forget_use();

@@ -78,7 +78,8 @@ class BucketPipeline {
   const Step& step_locked() const {
     return step_;
   }
-  void begin_backward_locked(Lock& lock);
+  // Returns whether a backward begins: whether the last one has ended.
+  bool begin_backward_locked(Lock& lock);
   // Also outside a step: parameters that `no_sync` used count as used at the next synchronization.
   void note_use_locked(size_t index);
   // Notes a gradient that has arrived on the current stream.

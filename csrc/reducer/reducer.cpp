@@ -286,7 +286,7 @@ void Reducer::on_backward_start(int64_t announcement) {
       was_doubtful = !std::exchange(has_begun_, true);
     }
     if (needs_outputs() && is_collecting_locked()) {
-      begins = begin_backward_locked(lock);
+      begins = pipeline_.begin_backward_locked(lock);
       if (reaches_none_) {
         mark_absent_locked();
       }
@@ -342,7 +342,7 @@ Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Part& helper) {
         pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
     return gradient;
   }
-  gradient.begins_backward = begin_backward_locked(lock);
+  gradient.begins_backward = pipeline_.begin_backward_locked(lock);
   pipeline_.note_gradient_locked(index);
   if (tracker_.is_learning()) {
     tracker_.watch(index);
@@ -355,14 +355,6 @@ Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Part& helper) {
     gradient.completes_bucket = !gradient.packs_early && pipeline_.has_ready_bucket_locked();
   }
   return gradient;
-}
-
-bool Reducer::begin_backward_locked(Lock& lock) {
-  const bool begins = tracker_.begin_backward();
-  if (begins) {
-    pipeline_.begin_backward_locked(lock);
-  }
-  return begins;
 }
 
 void Reducer::mark_absent_locked() {

@@ -174,8 +174,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_start(int64_t announcement);
   void on_gradient(size_t index);
   Gradient note_gradient(size_t index, Turn::Part& helper);
-  // Returns whether `queue_backward_end` is to be called once the lock is released.
-  bool begin_backward_locked(Lock& lock);
   void mark_absent_locked();
   bool is_last_gradient_locked(size_t index);
   void note_arrival_locked(size_t index, bool used = true);

@@ -78,8 +78,9 @@ UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<
   return everywhere;
 }
 
-std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywhere& everywhere) {
-  std::vector<Deferred> settled;
+std::vector<UnusedParameters::Deferred> UnusedParameters::take_deferred(
+    const Everywhere& everywhere) {
+  std::vector<Deferred> taken;
   for (auto& [bucket, average] : std::exchange(deferred_, {})) {
     Deferred deferred{bucket, std::move(average), {}};
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
@@ -88,11 +89,10 @@ std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywher
         deferred.positions.push_back(position);
       }
     }
-    settled.push_back(std::move(deferred));
+    taken.push_back(std::move(deferred));
   }
-  const auto used_elsewhere = [&](const auto& kept) { return everywhere.used[kept.first]; };
-  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), used_elsewhere), kept_.end());
-  return settled;
+  std::erase_if(kept_, [&](const auto& kept) { return everywhere.used[kept.first]; });
+  return taken;
 }
 
 void UnusedParameters::restore(

@@ -71,7 +71,7 @@ class UnusedParameters {
   };
   // Returns the deferred averages to write, now that the use on all ranks is known, and drops the
   // copies of the gradients of these parameters.
-  std::vector<Deferred> settle(const Everywhere& everywhere);
+  std::vector<Deferred> take_deferred(const Everywhere& everywhere);
   // Keeps the result for later steps, as the graph is static.
   void remember(const Everywhere& everywhere) {
     always_used_ = everywhere.used;
