@@ -130,10 +130,8 @@ class ShadowHook(JoinHook):
         """Copy the model of the rank that finished last to all ranks."""
         model = self._model
         rank = model.process_group.rank()
-        candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)
         with collective(model.process_group, "the search for the rank that finished last"):
-            dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
-            last = int(candidate.item())
+            last = model._find_common_rank(rank, is_last_joiner)  # type: ignore[no-untyped-call]  # noqa: SLF001
         model._assign_modules_buffers()  # type: ignore[no-untyped-call]  # noqa: SLF001
         buffers = model.modules_buffers if model.forward_sync_buffers else []
         parameters = model.not_ignored_parameters().values()

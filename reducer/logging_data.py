@@ -23,13 +23,10 @@ _ENVIRONMENT = (
 )  # fmt: skip
 # torch reports the names of C++.
 _NAMES_IN_CPP = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
-}
+    torch.float32: "float", torch.float64: "double",
+    torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>", torch.complex128: "c10::complex<double>",
+}  # fmt: skip
 _SAMPLED_FIRST = 10
 
 
@@ -51,6 +48,7 @@ def logging_data(model: Wrapper) -> dict[str, Any]:
     """Return those of torch's keys that apply here; sizes are in bytes."""
     reducer, options, parameters = model.reducer, model.options, list(model.parameter_names)
     group, buckets, use = reducer.process_group, reducer.bucket_stats(), reducer.last_use()
+    dtypes = {_NAMES_IN_CPP.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in parameters}
     sizes = ", ".join(str(bucket["gradient_bytes"]) for bucket in buckets)
     indices = ", ".join(" ".join(map(str, bucket["indices"])) for bucket in buckets)
     prefix = "rebuilt" if reducer.has_rebuilt_buckets else "initial"
@@ -70,9 +68,7 @@ def logging_data(model: Wrapper) -> dict[str, Any]:
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-        "dtypes": ", ".join(
-            sorted({_NAMES_IN_CPP.get(it.dtype, str(it.dtype)[6:]) for it in parameters})
-        ),
+        "dtypes": ", ".join(sorted(dtypes)),
         "bucket_sizes": sizes,
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
         f"{prefix}_bucket_sizes": sizes,

@@ -160,17 +160,16 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     suspects = [r for r in others if r not in receives] or others
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     with suppress(RuntimeError):
-        suspects = call_within(_STORE_SECONDS, lambda: _leave_note(store, group.rank(), suspects))
+        # The suspects in the first note of this rank; it has closed its connections since.
+        note = json.dumps(suspects)
+        first = call_within(
+            _STORE_SECONDS, lambda: store.compare_set(f"rank {group.rank()}", "", note)
+        )
+        suspects = json.loads(first)
     abort_works(receives.values())
     with suppress(RuntimeError):
         return call_within(_STORE_SECONDS, lambda: _without_note(store, suspects))
     return []
-
-
-def _leave_note(store: Store, rank: int, suspects: list[int]) -> list[int]:
-    """Return the suspects in the first note of this rank; it has closed its connections since."""
-    found: list[int] = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(suspects)))
-    return found
 
 
 def _without_note(store: Store, suspects: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "host/arena.h"
-#include "reducer/transport.h"
+#include "reducer/hook.h"
 
 #include <array>
 #include <atomic>

@@ -5,7 +5,6 @@
 #include "reducer/gradient.h"
 #include "reducer/hook.h"
 #include "reducer/streams.h"
-#include "reducer/transport.h"
 
 namespace commhooks {
 

@@ -168,7 +168,10 @@ void BucketPipeline::note_use_locked(size_t index) {
 }
 
 void BucketPipeline::note_gradient_locked(size_t index) {
-  recorder_.add_instant(Activity::Gradient, index);
+  if (recorder_.is_on()) {
+    const auto now = Clock::now();
+    recorder_.add({Activity::Gradient, index, now, now});
+  }
   bucket_of(index).add_stream();
 }
 
@@ -593,9 +596,7 @@ void BucketPipeline::finish_unused() {
   }
   const auto everywhere = with_peers(
       default_group(), describe_sharing, [&] { return unused_.finish_sharing(group_of); });
-  for (const auto& [bucket, average, positions] : unused_.take_deferred(everywhere)) {
-    unpack(*bucket, average, positions);
-  }
+  unused_.write_deferred(everywhere, [this](auto&&... what) { unpack(what...); });
   unused_.forget_use();
   if (options_.static_graph) {
     unused_.remember(everywhere);

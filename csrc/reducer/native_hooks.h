@@ -2,7 +2,6 @@
 #pragma once
 
 #include "reducer/hook.h"
-#include "reducer/transport.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

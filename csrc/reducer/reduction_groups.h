@@ -3,7 +3,6 @@
 
 #include "reducer/hook.h"
 #include "reducer/options.h"
-#include "reducer/transport.h"
 
 #include <map>
 #include <memory>

@@ -78,21 +78,20 @@ UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<
   return everywhere;
 }
 
-std::vector<UnusedParameters::Deferred> UnusedParameters::take_deferred(
-    const Everywhere& everywhere) {
-  std::vector<Deferred> taken;
-  for (auto& [bucket, average] : std::exchange(deferred_, {})) {
-    Deferred deferred{bucket, std::move(average), {}};
+void UnusedParameters::write_deferred(
+    const Everywhere& everywhere,
+    const std::function<void(Bucket&, const at::Tensor&, const std::vector<size_t>&)>& write) {
+  std::erase_if(kept_, [&](const auto& kept) { return everywhere.used[kept.first]; });
+  for (const auto& [bucket, average] : std::exchange(deferred_, {})) {
+    std::vector<size_t> positions;
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
       const size_t index = bucket->indices()[position];
       if (!used_[index] && everywhere.used[index]) {
-        deferred.positions.push_back(position);
+        positions.push_back(position);
       }
     }
-    taken.push_back(std::move(deferred));
+    write(*bucket, average, positions);
   }
-  std::erase_if(kept_, [&](const auto& kept) { return everywhere.used[kept.first]; });
-  return taken;
 }
 
 void UnusedParameters::restore(

@@ -4,6 +4,7 @@
 #include "reducer/bucket.h"
 #include "reducer/options.h"
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -64,14 +65,11 @@ class UnusedParameters {
   // the other ranks and for the device; all work before it is only enqueued on the current stream.
   Everywhere finish_sharing(const std::vector<size_t>& group_of);
 
-  struct Deferred {
-    Bucket* bucket;
-    at::Tensor average;
-    std::vector<size_t> positions;  // of parameters that other ranks used, but this rank did not
-  };
-  // Returns the deferred averages to write, now that the use on all ranks is known, and drops the
-  // copies of the gradients of these parameters.
-  std::vector<Deferred> take_deferred(const Everywhere& everywhere);
+  // Calls `write(bucket, average, positions)` for the deferred averages of parameters that other
+  // ranks used, but this rank did not, and drops the copies of the gradients of these parameters.
+  void write_deferred(
+      const Everywhere& everywhere,
+      const std::function<void(Bucket&, const at::Tensor&, const std::vector<size_t>&)>& write);
   // Keeps the result for later steps, as the graph is static.
   void remember(const Everywhere& everywhere) {
     always_used_ = everywhere.used;
