@@ -99,19 +99,6 @@ std::vector<std::weak_ptr<HostGroup>>& all_groups() {
   return *groups;
 }
 
-std::vector<std::shared_ptr<HostGroup>> living_groups() {
-  std::vector<std::shared_ptr<HostGroup>> living;
-  const std::lock_guard lock(groups_mutex);
-  auto& groups = all_groups();
-  std::erase_if(groups, [](const auto& group) { return group.expired(); });
-  for (const auto& group : groups) {
-    if (auto shared = group.lock()) {
-      living.push_back(std::move(shared));
-    }
-  }
-  return living;
-}
-
 }  // namespace
 
 // -------------------------------------------------------------------------------- shared by ranks
@@ -419,7 +406,18 @@ std::unique_ptr<PendingResult> HostGroup::average(
 }
 
 void HostGroup::progress_all() {
-  for (const auto& group : living_groups()) {
+  std::vector<std::shared_ptr<HostGroup>> living;
+  {
+    const std::lock_guard lock(groups_mutex);
+    auto& groups = all_groups();
+    std::erase_if(groups, [](const auto& group) { return group.expired(); });
+    for (const auto& group : groups) {
+      if (auto shared = group.lock()) {
+        living.push_back(std::move(shared));
+      }
+    }
+  }
+  for (const auto& group : living) {
     group->progress();
   }
 }

@@ -287,7 +287,13 @@ void BucketPipeline::launch_ready_buckets() {
       if (next) {
         launch(*next);
       } else {
-        finish_early(*completed);
+        // On a stream of its own, while backward goes on.
+        c10::OptionalStreamGuard stream;
+        if (side_stream_) {
+          stream.reset_stream(*side_stream_);
+        }
+        completed->enter_stream();
+        finish(*completed);
       }
     }
   });
@@ -377,15 +383,6 @@ Bucket* BucketPipeline::next_completed_locked() {
   }
   ++step_.next_finish;
   return &bucket;
-}
-
-void BucketPipeline::finish_early(Bucket& bucket) {
-  c10::OptionalStreamGuard stream;
-  if (side_stream_) {
-    stream.reset_stream(*side_stream_);
-  }
-  bucket.enter_stream();
-  finish(bucket);
 }
 
 void BucketPipeline::finish(Bucket& bucket) {

@@ -176,7 +176,6 @@ class BucketPipeline {
   std::shared_ptr<GradBucket> pack(const Launch& launch);
 
   Bucket* next_completed_locked();
-  void finish_early(Bucket& bucket);
   void finish(Bucket& bucket);
   at::Tensor await(Bucket& bucket);
   void write_back(Bucket& bucket, const at::Tensor& average);

@@ -306,55 +306,48 @@ void Reducer::on_backward_start(int64_t announcement) {
   }
 }
 
-// The work on a gradient that needs no lock.
-struct Reducer::Gradient {
-  bool begins_backward = false;
-  bool is_left_out = false;
-  std::optional<PackFormat> packs_early;
-  bool completes_bucket = false;
-};
-
 void Reducer::on_gradient(size_t index) {
   pipeline_.or_abort([&] {
     Turn::Part helper(pipeline_.turn());
-    Gradient gradient = note_gradient(index, helper);
-    if (gradient.is_left_out) {
+    // The work that needs no lock.
+    bool is_left_out = false;
+    bool begins_backward = false;
+    std::optional<PackFormat> packs_early;
+    bool completes_bucket = false;
+    {
+      Lock lock = pipeline_.lock();
+      pipeline_.note_use_locked(index);
+      if (is_local_locked()) {
+        is_left_out =
+            pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
+      } else {
+        begins_backward = pipeline_.begin_backward_locked(lock);
+        pipeline_.note_gradient_locked(index);
+        if (tracker_.is_learning()) {
+          tracker_.watch(index);
+        } else {
+          mark_absent_locked();
+          if (is_last_gradient_locked(index)) {
+            note_arrival_locked(index);
+            packs_early = pipeline_.add_gradient_locked(index, helper);
+            completes_bucket = !packs_early && pipeline_.has_ready_bucket_locked();
+          }
+        }
+      }
+    }
+    if (is_left_out) {
       warn_of_left_out(index);
     }
-    if (gradient.begins_backward) {
+    if (begins_backward) {
       queue_backward_end();
     }
-    if (gradient.packs_early) {
-      gradient.completes_bucket = pipeline_.pack_early(index, *gradient.packs_early, helper);
+    if (packs_early) {
+      completes_bucket = pipeline_.pack_early(index, *packs_early, helper);
     }
-    if (gradient.completes_bucket) {
+    if (completes_bucket) {
       pipeline_.launch_ready_buckets();
     }
   });
-}
-
-Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Part& helper) {
-  Gradient gradient;
-  Lock lock = pipeline_.lock();
-  pipeline_.note_use_locked(index);
-  if (is_local_locked()) {
-    gradient.is_left_out =
-        pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
-    return gradient;
-  }
-  gradient.begins_backward = pipeline_.begin_backward_locked(lock);
-  pipeline_.note_gradient_locked(index);
-  if (tracker_.is_learning()) {
-    tracker_.watch(index);
-    return gradient;
-  }
-  mark_absent_locked();
-  if (is_last_gradient_locked(index)) {
-    note_arrival_locked(index);
-    gradient.packs_early = pipeline_.add_gradient_locked(index, helper);
-    gradient.completes_bucket = !gradient.packs_early && pipeline_.has_ready_bucket_locked();
-  }
-  return gradient;
 }
 
 void Reducer::mark_absent_locked() {

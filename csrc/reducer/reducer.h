@@ -140,7 +140,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   using Accumulator = std::pair<uintptr_t, NodePtr>;  // with the key of the hook
   using Accumulators = std::vector<Accumulator>;
-  struct Gradient;
 
   void attach();
   Accumulator with_hook(size_t index, NodePtr accumulator);
@@ -173,7 +172,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   void on_backward_start(int64_t announcement);
   void on_gradient(size_t index);
-  Gradient note_gradient(size_t index, Turn::Part& helper);
   void mark_absent_locked();
   bool is_last_gradient_locked(size_t index);
   void note_arrival_locked(size_t index, bool used = true);

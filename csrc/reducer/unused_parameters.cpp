@@ -37,10 +37,6 @@ void UnusedParameters::keep(
   }
 }
 
-void UnusedParameters::defer(Bucket& bucket, at::Tensor average) {
-  deferred_.emplace_back(&bucket, std::move(average));
-}
-
 void UnusedParameters::start_sharing(
     const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device) {
   std::vector<int> numbers(used_.begin(), used_.end());

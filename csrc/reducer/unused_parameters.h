@@ -49,7 +49,9 @@ class UnusedParameters {
   void keep(
       const Bucket& bucket, const std::vector<at::Tensor>& parameters, const GradientStore& store);
   // Keeps `average`, which contains averages of such parameters.
-  void defer(Bucket& bucket, at::Tensor average);
+  void defer(Bucket& bucket, at::Tensor average) {
+    deferred_.emplace_back(&bucket, std::move(average));
+  }
 
   // Starts sending the use on this rank to the ranks of each group. `gradients`: the number of
   // gradients per parameter in one backward, or empty.
