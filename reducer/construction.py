@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reducer import native  # not its classes, which are missing without extensions
 from reducer.agreement import check_agreement
-from reducer.buffers import broadcast
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
+from reducer.peers import broadcast
 from reducer.wrapper_reducer import WrapperReducer
 
 # Name, shape, strides and dtype of a parameter.
@@ -123,31 +122,22 @@ def sync_initial_state(
 ) -> None:
     """Verify that ranks train the same parameters, then broadcast parameters and buffers.
 
+    Raises RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
     The root is rank 0 of ``group``; for parameters that are averaged over a process group of their
     own, it is the first rank of that group. Collective.
     """
-    verify_parameters([(name, p) for name, p in named_parameters if p.requires_grad], group)
+    descriptions = [
+        (name, tuple(p.shape), p.stride(), str(p.dtype))
+        for name, p in named_parameters
+        if p.requires_grad
+    ]
+    device = named_parameters[0][1].device
+    what = "the comparison of the ranks' parameters"
+    check_agreement(descriptions, group, device, _explain, what)
     owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
     broadcast(group, [*(p for p, own in owners if own is None), *buffers], 0)
     for each in {id(own): own for own in keys.process_groups.values()}.values():
         broadcast(each, [p for p, own in owners if own is each], 0)
-
-
-def verify_parameters(
-    named_parameters: Sequence[tuple[str, torch.Tensor]], process_group: dist.ProcessGroup
-) -> None:
-    """Raise RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
-
-    Collective over ``process_group``; see :func:`reducer.agreement.check_agreement`.
-    """
-    descriptions = [
-        (name, tuple(parameter.shape), parameter.stride(), str(parameter.dtype))
-        for name, parameter in named_parameters
-    ]
-    device = named_parameters[0][1].device
-    check_agreement(
-        descriptions, process_group, device, _explain, "the comparison of the ranks' parameters"
-    )
 
 
 def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
@@ -183,10 +173,7 @@ def make_reducer(
     options: WrapperOptions,
     host: native.HostGroup | None,
 ) -> WrapperReducer:
-    """Return a reducer of those of the parameters that require a gradient.
-
-    The environment variable ``DDP_SET_LAST_BUCKET_CAP=1`` makes the last bucket the small one.
-    """
+    """Return a reducer of those of the parameters that require a gradient."""
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     sparse = sparse_parameters(module)
     settings = native.ReducerOptions()
@@ -194,7 +181,6 @@ def make_reducer(
     settings.names = [name for name, _ in trained]
     settings.sparse = [parameter in sparse for _, parameter in trained]
     settings.bucket_bytes = list(options.bucket_bytes)
-    settings.small_last_bucket = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     settings.find_unused_parameters = options.find_unused_parameters
     settings.static_graph = options.static_graph
     settings.gradient_as_bucket_view = options.gradient_as_bucket_view

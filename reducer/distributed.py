@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from reducer import native  # not its classes, which are missing without extensions
 from reducer.construction import (
     check_module,
     choose_devices,
@@ -26,44 +28,38 @@ from reducer.construction import (
     sync_initial_state,
 )
 from reducer.extension import ENGINE
-from reducer.hook_registration import HookRegistration
+from reducer.hook_registration import HookRegistration, check_annotations
 from reducer.join import ShadowHook, StepPlan, UnevenInputs
+from reducer.logging_data import StepSampler, logging_data, records_errors
 from reducer.mixed_precision import CastModule
+from reducer.native import AverageHook, GradBucket, HostGroup
 from reducer.nested_tensors import tensors_in, through_sink
-from reducer.optim import (
-    GradientObserver,
-    GradientObservers,
-    take_over_in_backward_optimizers,
+from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
+from reducer.options import (
+    GroupKeys,
+    WrapperOptions,
+    bucket_sizes,
+    delayed_names,
 )
-from reducer.options import GroupKeys, WrapperOptions, bucket_sizes, delayed_names
 from reducer.peers import collective, wait
-from reducer.torch_internals import (
-    StepSampler,
-    TorchNames,
-    not_compiled,
-    outside_graphs,
-    records_errors,
-    split_graphs_at_buckets,
-)
 from reducer.trained_parameters import TrainedParameters
-
-__all__ = ["DistributedDataParallel", "GradientObserver"]
+from reducer.wrapper import Wrapper
 
 # Each process makes its own when a wrapper is loaded.
 _NOT_PICKLED = (
-    "process_group",
-    "_join_config",
-    "parameter_names",
-    "reducer",
-    "hook_registration",
-    "gradient_observers",
-    "step_sampler",
-    "_casts",
-    "_trained",
-)
+    "process_group", "_join_config", "parameter_names", "reducer", "hook_registration",
+    "gradient_observers", "step_sampler", "_casts", "_trained",
+)  # fmt: skip
+
+_WIRE_DTYPES = {
+    BuiltinCommHookType.ALLREDUCE: None,
+    BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+}
+
+TorchHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
-class DistributedDataParallel(TorchNames):
+class DistributedDataParallel(Wrapper):
     """Wrap ``module`` so that ``loss.backward()`` averages its gradients over the ranks.
 
     A subclass of ``torch.nn.parallel.DistributedDataParallel``, and a drop-in replacement for it;
@@ -126,11 +122,6 @@ class DistributedDataParallel(TorchNames):
             the next forward, a backward left parameters without gradients (they are named).
             Exceptions of hooks are raised by ``backward()``; the next iteration works again.
     """
-
-    require_backward_grad_sync = True
-    require_forward_param_sync = True
-    require_manual_backward_finalization = False
-    divide_by_initial_world_size = True
 
     def __init__(
         self,
@@ -209,7 +200,7 @@ class DistributedDataParallel(TorchNames):
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
         self._set_up(self._connect_host())
 
-    def _set_up(self, host: native.HostGroup | None) -> None:
+    def _set_up(self, host: HostGroup | None) -> None:
         """Make the parts that belong to this process and are not pickled."""
         named = list(self.not_ignored_parameters().items())
         self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
@@ -218,7 +209,7 @@ class DistributedDataParallel(TorchNames):
         self.reducer.wrapper = weakref.ref(self)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
         self._trained = TrainedParameters(self)
-        self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
+        self.gradient_observers = []
         self.step_sampler = StepSampler()
         self._has_run_forward = False
 
@@ -227,16 +218,11 @@ class DistributedDataParallel(TorchNames):
         self._trained.check(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        has_own_groups = bool(self.options.group_keys.process_groups)
-        if (
-            not dist.is_initialized()
-            or self.process_group is not dist.group.WORLD
-            or has_own_groups
-        ):
+        self._check_default_group()  # type: ignore[no-untyped-call]
+        if self.options.group_keys.process_groups:
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default "
-                "process group. That is, when you have called init_process_group and have not "
-                "passed process_group or key_process_groups argument to DDP constructor."
+                "A wrapper with key_process_groups cannot be pickled or copied: only the default "
+                "process group is known where it is loaded."
             )
         self._casts.restore()
         return {name: it for name, it in self.__dict__.items() if name not in _NOT_PICKLED}
@@ -252,27 +238,25 @@ class DistributedDataParallel(TorchNames):
 
     # ------------------------------------------------------------------------------- forward
 
-    @outside_graphs
+    @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the next backward synchronizes unless inside :meth:`no_sync`."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
-            plan = self._before_forward(synchronizes)
-            inputs, kwargs = self._move_inputs(inputs, kwargs)
+            plan, inputs, kwargs = self._before_forward(synchronizes, inputs, kwargs)
             start = time.monotonic()
-            with (
-                self._casts.casting() as keep_casts,
-                split_graphs_at_buckets(self.bucket_bytes_cap),
-            ):
+            with self._casts.casting() as keep_casts, self._inside_ddp_forward():
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
             return self._after_forward(output, plan, synchronizes, start)
 
-    @not_compiled
+    @_disable_dynamo
     @records_errors
-    def _before_forward(self, synchronizes: bool) -> StepPlan | None:
+    def _before_forward(
+        self, synchronizes: bool, inputs: Any, kwargs: Any
+    ) -> tuple[StepPlan | None, Any, Any]:
         if not self._has_run_forward:
-            take_over_in_backward_optimizers(self.gradient_observers)
+            take_over_in_backward_optimizers(self)
             self._has_run_forward = True
         if synchronizes:
             self.check_parameters()
@@ -296,9 +280,11 @@ class DistributedDataParallel(TorchNames):
             self.prepare_step()
         if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self.sync_buffers(0 if plan is None else plan.root)
-        return plan
+        if self.device_ids and (inputs or kwargs):
+            (inputs,), (kwargs,) = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
+        return plan, *self._casts.cast_inputs((inputs, kwargs))
 
-    @not_compiled
+    @_disable_dynamo
     @records_errors
     def _after_forward(
         self, output: Any, plan: StepPlan | None, synchronizes: bool, start: float
@@ -318,30 +304,6 @@ class DistributedDataParallel(TorchNames):
                 plan.share_skipped(self)
         return output
 
-    @not_compiled
-    def _move_inputs(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.device_ids:
-            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = moved[0], moved_kwargs[0]
-        inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
-        return inputs, kwargs
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in the backwards of forwards that run in this context.
-
-        The next synchronized backward averages the accumulated gradients as well.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        self.reducer.expect_local_gradients()
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
     @records_errors
     def finalize_backward(self) -> None:
         """End a backward under ``require_manual_backward_finalization``: wait for all buckets.
@@ -356,6 +318,70 @@ class DistributedDataParallel(TorchNames):
                 "finalize_backward() once after each, with require_manual_backward_finalization "
                 f"set before its forward (it is {self.require_manual_backward_finalization})."
             )
+
+    @records_errors
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        self.reducer.set_static_graph()
+        self.options = replace(self.options, static_graph=True)
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, "
+                "`_set_static_graph` will detect unused parameters automatically, so you do not "
+                "need to set it, as long as the same parameters are unused in every iteration.",
+                stacklevel=2,
+            )
+
+    @records_errors
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finalized()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next step on, without a communication hook.
+
+        Buckets are rebuilt after the next step. A hook has to be registered again.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
+            return
+        self.process_group = new_process_group
+        self.require_forward_param_sync |= not self._is_connected
+        self.reducer.set_process_group(new_process_group, self._connect_host())
+        self.hook_registration.reset()
+
+    def _check_manual_backward_finalization_supported(self) -> None:
+        """Do nothing; torch raises RuntimeError for configurations that the wrapper supports."""
+
+    # --------------------------------------------------------------------------------- hooks
+
+    @records_errors
+    def register_comm_hook(self, state: object, hook: TorchHook) -> None:
+        """Register a torch-style hook, ``hook(state, bucket)``, once.
+
+        The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
+        of arguments do not matter, and any callable is accepted. `commhooks.register` offers more.
+        """
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, found {hook!r}.")
+        check_annotations(hook)
+        bound = functools.partial(hook, state)
+        # In errors and profiles:
+        bound.name = getattr(hook, "__qualname__", type(hook).__qualname__)  # type: ignore[attr-defined]
+        self.hook_registration.take(bound)
+
+    _register_comm_hook = register_comm_hook
+
+    @records_errors
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Register one of torch's built-in hooks: ALLREDUCE or FP16_COMPRESS."""
+        if comm_hook_type not in _WIRE_DTYPES:
+            known = [kind.name for kind in _WIRE_DTYPES]
+            raise ValueError(f"Expected one of {known}, found {comm_hook_type}.")
+        average = AverageHook(self.reducer.process_group, _WIRE_DTYPES[comm_hook_type])
+        self.hook_registration.take(average, name=str(comm_hook_type))
 
     # ---------------------------------------------------------------------------------- join
 
@@ -389,23 +415,27 @@ class DistributedDataParallel(TorchNames):
 
     # ----------------------------------------------------------------- optimizers in backward
 
-    def add_gradient_observer(self, observer: GradientObserver) -> None:
-        """Call ``observer(parameters)`` in backward when these have their averaged ``.grad``.
-
-        It is called for one bucket at a time, on the thread that runs backward. An exception ends
-        the backward.
-        """
-        self.gradient_observers.add(observer)
-
-    def remove_gradient_observer(self, observer: GradientObserver) -> None:
-        """Stop calling ``observer``. Raises ValueError if it was not added."""
-        self.gradient_observers.remove(observer)
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Sequence[nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Call :func:`reducer.overlap_optimizer` such that gradients are not cleared."""
+        overlap_optimizer(self, optim, optim_params, *args, clear_gradients=False, **kwargs)
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()
-        self._trained.stop()
+        self._trained.close()
 
     # -------------------------------------------------------------------------- observation
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return logging_data(self) | self.step_sampler.data()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.step_sampler.set_rate(sample_rate)
 
     def bucket_plan(self) -> str:
         """Return a readable table of the parameters in each bucket."""

@@ -15,10 +15,6 @@ from reducer.native import AverageHook, GradBucket, HostGroup, NativeHook, Reduc
 BoundHook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 
-def _nothing() -> None:
-    pass
-
-
 def check_annotations(hook: Callable[..., Any]) -> None:
     """Raise ValueError if ``hook(state, bucket)`` is annotated as a function of something else."""
     try:
@@ -81,8 +77,8 @@ class HookRegistration:
         self.is_taken = False
         self.name: str | None = name or self._reducer.hook_name
         self.averages_gradients = averages_gradients
-        self.on_overwrite = on_overwrite or _nothing
-        self.before_step = before_step or _nothing
+        self.on_overwrite = on_overwrite or (lambda: None)
+        self.before_step = before_step or (lambda: None)
 
     def connect(self, host: HostGroup | None) -> None:
         """Let the reducer use the memory of the host, and keep the hook. Between two steps."""

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from reducer.buffers import broadcast
-from reducer.peers import collective, wait
-from reducer.torch_internals import TorchNames
+from reducer.peers import broadcast, collective, wait
+from reducer.wrapper import Wrapper
 
 _PLANS = "the exchange of what each rank is about to do, inside join(),"
 
@@ -38,7 +37,7 @@ class StepPlan:
     @classmethod
     def agree(
         cls,
-        model: TorchNames,
+        model: Wrapper,
         *,
         is_active: bool,
         synchronizes: bool = False,
@@ -63,7 +62,7 @@ class StepPlan:
         """The rank whose buffers are broadcast."""
         return self.active[-1]
 
-    def share_skipped(self, model: TorchNames) -> list[bool]:
+    def share_skipped(self, model: Wrapper) -> list[bool]:
         """Return which buckets the root's step skips. Collective, after forward."""
         skipped = model.reducer.skipped_buckets
         if model.options.skip_all_reduce_unused_params:
@@ -73,7 +72,7 @@ class StepPlan:
                 skipped = [flag != 0 for flag in of_root.tolist()]
         return skipped
 
-    def gradient_scale(self, model: TorchNames) -> float:
+    def gradient_scale(self, model: Wrapper) -> float:
         """Return the factor of gradients that lets the hook average over active ranks only."""
         if model.divide_by_initial_world_size:
             return 1.0
@@ -101,7 +100,7 @@ class ShadowHook(JoinHook):
 
     def __init__(
         self,
-        model: TorchNames,
+        model: Wrapper,
         *,
         divide_by_initial_world_size: bool = True,
         **_of_others: Any,
@@ -131,10 +130,8 @@ class ShadowHook(JoinHook):
         """Copy the model of the rank that finished last to all ranks."""
         model = self._model
         rank = model.process_group.rank()
-        candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)
         with collective(model.process_group, "the search for the rank that finished last"):
-            dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
-            last = int(candidate.item())
+            last = model._find_common_rank(rank, is_last_joiner)  # type: ignore[no-untyped-call]  # noqa: SLF001
         model._assign_modules_buffers()  # type: ignore[no-untyped-call]  # noqa: SLF001
         buffers = model.modules_buffers if model.forward_sync_buffers else []
         parameters = model.not_ignored_parameters().values()

@@ -42,27 +42,18 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
 
-    @classmethod
-    def of(cls, config: Any) -> MixedPrecision:
-        """Convert any object that has these three attributes."""
-        return cls(config.param_dtype, config.reduce_dtype, config.buffer_dtype)
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which the default average is sent; None: that of the gradients."""
-        return self.reduce_dtype or self.param_dtype
-
 
 class CastModule:
     """Replaces parameters with casts during forward and backward. See Note [Mixed precision].
 
-    ``mixed_precision``: as :class:`MixedPrecision`, or None to run the module unchanged.
+    ``mixed_precision``: has the attributes of :class:`MixedPrecision`; None: runs the module
+    unchanged. ``wire_dtype``: of the default average; None: that of the gradients.
     """
 
     def __init__(self, module: nn.Module, mixed_precision: Any, ignored: set[str]) -> None:
-        dtypes = MixedPrecision.of(mixed_precision or MixedPrecision())
-        self._dtype = dtypes.param_dtype
-        self.wire_dtype = dtypes.wire_dtype
+        dtypes = mixed_precision or MixedPrecision()
+        self._dtype: torch.dtype | None = dtypes.param_dtype
+        self.wire_dtype: torch.dtype | None = dtypes.reduce_dtype or dtypes.param_dtype
         self._attributes = [
             (owner, name)
             for prefix, owner in module.named_modules()

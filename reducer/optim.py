@@ -14,56 +14,14 @@ therefore those of one ordinary optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from reducer.native import Reducer
-
-GradientObserver = Callable[[Sequence[nn.Parameter]], None]
-
-
-class GradientObservers:
-    """Calls each observer with the parameters of a bucket as soon as they have their ``.grad``.
-
-    ``parameter_names``: the names of the reducer's parameters, in the reducer's order.
-    """
-
-    def __init__(self, reducer: Reducer, parameter_names: Mapping[nn.Parameter, str]) -> None:
-        self._reducer = reducer
-        self.parameter_names = parameter_names
-        self._observers: list[GradientObserver] = []
-
-    def __iter__(self) -> Iterator[GradientObserver]:
-        return iter(self._observers)
-
-    def add(self, observer: GradientObserver) -> None:
-        """Call ``observer`` from the next step on."""
-        self._observers.append(observer)
-        self._observe()
-
-    def remove(self, observer: GradientObserver) -> None:
-        """Stop calling ``observer``. Raises ValueError if it was not added."""
-        self._observers.remove(observer)
-        self._observe()
-
-    def _observe(self) -> None:
-        if not self._observers:
-            self._reducer.set_observer(None)
-            return
-        # The function must not refer to self, which refers to the reducer: the garbage collector
-        # cannot find a reference cycle that passes through C++.
-        observers, parameters = self._observers, list(self.parameter_names)
-
-        def observe(indices: Sequence[int]) -> None:
-            ready = [parameters[index] for index in indices]
-            for observer in observers:
-                observer(ready)
-
-        self._reducer.set_observer(observe)
+from reducer.wrapper import Wrapper
 
 
 class OverlappedOptimizer:
@@ -75,7 +33,7 @@ class OverlappedOptimizer:
 
     def __init__(
         self,
-        observers: GradientObservers,
+        model: Wrapper,
         optimizer: torch.optim.Optimizer,
         *,
         clear_gradients: bool,
@@ -84,8 +42,8 @@ class OverlappedOptimizer:
         self._clear_gradients = clear_gradients
         self._parameters = {p for group in optimizer.param_groups for p in group["params"]}
         # A weak reference, because the reducer, in C++, keeps a reference to the observers.
-        self._observers = weakref.ref(observers)
-        observers.add(self.step)
+        self._remove = weakref.WeakMethod(model.remove_gradient_observer)
+        model.add_gradient_observer(self.step)
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Step those of ``parameters`` that this optimizer has. Called by the reducer."""
@@ -100,8 +58,8 @@ class OverlappedOptimizer:
 
     def remove(self) -> None:
         """Stop stepping in backward; call ``optimizer.step()`` after backward from now on."""
-        if observers := self._observers():
-            observers.remove(self.step)
+        if remove := self._remove():
+            remove(self.step)
 
 
 def overlap_optimizer(
@@ -132,22 +90,22 @@ def overlap_optimizer(
         TypeError: ``model`` is not wrapped.
         ValueError: ``model`` does not average a parameter, or another optimizer steps it already.
     """
-    observers = getattr(model, "gradient_observers", None)
-    if not isinstance(observers, GradientObservers):
+    if not hasattr(model, "add_gradient_observer"):
         raise TypeError(
             f"Expected a commhooks.DistributedDataParallel, found {type(model).__name__}; torch's "
             "own wrapper has no way to step in backward under a hook."
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim_cls(trained if params is None else params, *args, **kwargs)
-    _check_parameters(observers, optimizer)
-    return OverlappedOptimizer(observers, optimizer, clear_gradients=clear_gradients)
+    wrapper: Any = model  # or what passes its attributes through, such as a compiled module
+    _check_parameters(wrapper, optimizer)
+    return OverlappedOptimizer(wrapper, optimizer, clear_gradients=clear_gradients)
 
 
-def _check_parameters(observers: GradientObservers, optimizer: torch.optim.Optimizer) -> None:
-    names = observers.parameter_names
+def _check_parameters(model: Wrapper, optimizer: torch.optim.Optimizer) -> None:
+    names = model.parameter_names
     taken: set[Tensor] = set()
-    for observer in observers:
+    for observer in model.gradient_observers:
         owner = getattr(observer, "__self__", None)
         if isinstance(owner, OverlappedOptimizer):
             taken |= owner._parameters  # noqa: SLF001
@@ -178,12 +136,12 @@ def _only(optimizer: torch.optim.Optimizer, parameters: set[Any]) -> Iterator[No
             group["params"] = params
 
 
-def take_over_in_backward_optimizers(observers: GradientObservers) -> None:
+def take_over_in_backward_optimizers(model: Wrapper) -> None:
     """Step the optimizers of torch's ``_apply_optimizer_in_backward`` after the average.
 
     Torch's own autograd hooks, which are removed, would step them before it.
     """
-    waiting = {p for p in observers.parameter_names if hasattr(p, "_in_backward_optimizers")}
+    waiting = {p for p in model.parameter_names if hasattr(p, "_in_backward_optimizers")}
     if not waiting:
         return
     from torch.distributed.optim import apply_optimizer_in_backward
@@ -200,4 +158,4 @@ def take_over_in_backward_optimizers(observers: GradientObservers) -> None:
                 optimizer.step()
             parameter.grad = None
 
-    observers.add(step)
+    model.add_gradient_observer(step)

@@ -34,7 +34,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _broadcast_coalesced,
+)
 
 from reducer.errors import CommHookError, CommHookPeerError
 
@@ -56,6 +62,8 @@ _STORE_SECONDS = 4.0  # for the answers of the store
 _AT_ONCE = timedelta(milliseconds=1)
 _NO_LIMIT = timedelta(0)  # the default of C++
 _TAG = 0x70656572  # of messages that are never sent
+BROADCAST_BYTES = 250 * 2**20
+"""The size up to which tensors are broadcast together."""
 
 
 @contextmanager
@@ -80,6 +88,14 @@ def wait(work: dist.Work | None) -> None:
     """Wait for a collective. A Work that is written in Python has no default for the time-out."""
     assert work is not None  # for ranks outside the group
     work.wait(_NO_LIMIT)
+
+
+def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) -> None:
+    """Overwrite tensors with those of the group's rank ``root``. Collective."""
+    tensors = [tensor.detach() for tensor in tensors]
+    if tensors and group.size() > 1:
+        with collective(group, f"the broadcast of {len(tensors)} tensors of rank {root}"):
+            _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -144,17 +160,16 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     suspects = [r for r in others if r not in receives] or others
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     with suppress(RuntimeError):
-        suspects = call_within(_STORE_SECONDS, lambda: _leave_note(store, group.rank(), suspects))
-    end_now(receives.values())
+        # The suspects in the first note of this rank; it has closed its connections since.
+        note = json.dumps(suspects)
+        first = call_within(
+            _STORE_SECONDS, lambda: store.compare_set(f"rank {group.rank()}", "", note)
+        )
+        suspects = json.loads(first)
+    abort_works(receives.values())
     with suppress(RuntimeError):
         return call_within(_STORE_SECONDS, lambda: _without_note(store, suspects))
     return []
-
-
-def _leave_note(store: Store, rank: int, suspects: list[int]) -> list[int]:
-    """Return the suspects in the first note of this rank; it has closed its connections since."""
-    found: list[int] = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(suspects)))
-    return found
 
 
 def _without_note(store: Store, suspects: list[int]) -> list[int]:
@@ -176,7 +191,7 @@ def close_connections(backend: Any) -> None:
 
     What is pending on it fails, here and on the peers, except for messages that are on their way.
     """
-    end_now(_receives(backend).values())
+    abort_works(_receives(backend).values())
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
@@ -198,8 +213,8 @@ def _receives(gloo: Any) -> dict[int, dist.Work]:
     return receives
 
 
-def end_now(works: Iterable[dist.Work]) -> None:
-    """Wait until messages on Gloo have ended. Unless they have, all connections are closed."""
+def abort_works(works: Iterable[dist.Work]) -> None:
+    """Abort messages on Gloo: unless they have ended, all connections are closed."""
     for work in works:
         with suppress(RuntimeError):
             work.wait(_AT_ONCE)  # a wait that times out closes all connections

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from reducer import native  # not its functions, which are missing without extensions
-from reducer.torch_internals import TorchNames
+from reducer.wrapper import Wrapper
 
 _MOST_NAMES = 20
 
@@ -42,11 +42,11 @@ class TrainedParameters:
     _values: list[Any]
     _frozen: list[Tensor]
 
-    def __init__(self, model: TorchNames) -> None:
+    def __init__(self, model: Wrapper) -> None:
         self._kinds = {it: (it.dtype, it.device) for it in model.parameter_names}
         self._record(model, model.not_ignored_parameters())
 
-    def check(self, model: TorchNames) -> None:
+    def check(self, model: Wrapper) -> None:
         """Raise RuntimeError if gradients of the module's parameters would not be averaged.
 
         Names these parameters. See Note [Changed parameters].
@@ -72,11 +72,11 @@ class TrainedParameters:
         if all(isinstance(it, nn.Parameter) for it in named.values()):
             self._record(model, named)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Do not compare any longer."""
         self._dicts, self._values, self._frozen = [], [], []
 
-    def _record(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> None:
+    def _record(self, model: Wrapper, named: Mapping[str, nn.Parameter]) -> None:
         modules = list(model.modules())
         contents = chain((it._modules for it in modules), (it._parameters for it in modules))  # noqa: SLF001
         # Those of a ScriptModule are not dictionaries.
@@ -86,7 +86,7 @@ class TrainedParameters:
             it for it in named.values() if not it.requires_grad and it not in self._kinds
         ]
 
-    def _added(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    def _added(self, model: Wrapper, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
         """Describe the parameters that require a gradient, which the reducer cannot average."""
         names = set(model.parameter_names.values())
         frozen = set(self._frozen)
@@ -106,7 +106,7 @@ class TrainedParameters:
             elif parameter.device != device:
                 yield f'"{name}" is on {parameter.device} instead of {device}'
 
-    def _removed(self, model: TorchNames, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    def _removed(self, model: Wrapper, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
         """Describe the reducer's parameters that no forward can use any longer."""
         if model.options.find_unused_parameters:
             return

@@ -12,21 +12,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from reducer.native import Reducer
-
-
-class Wrapper(Protocol):
-    """The part of a wrapper that is used here."""
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if gradients of the module's parameters would not be averaged."""
-
-    def prepare_step(self) -> None:
-        """Prepare the hook and the buckets for a synchronized step, on all ranks."""
 
 
 class WrapperReducer(Reducer):
@@ -35,7 +26,7 @@ class WrapperReducer(Reducer):
     ``wrapper``: set by the wrapper.
     """
 
-    wrapper: weakref.ref[Wrapper]
+    wrapper: weakref.ref[Any]
     _was_announced = False
 
     def begin_step(self, outputs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -63,6 +54,9 @@ class WrapperReducer(Reducer):
             raise
         self._was_announced = True
 
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self.await_after_backward(futures)
+
     def _rebuild_buckets(self) -> bool:
         return self.rebuild_buckets()
 
@@ -79,7 +73,7 @@ class WrapperReducer(Reducer):
                 "ScheduleInterleaved1F1B, or average gradients after each step of the schedule"
             )
         if self._was_announced and self.awaits_backward:
-            self.abandon()
+            self.abort()
             self._was_announced = False
             raise RuntimeError(
                 f"{rank}A backward was announced by prepare_for_backward(), and no gradient has "

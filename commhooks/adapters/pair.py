@@ -156,7 +156,7 @@ class _PairAdapter(TorchAdapter):
             if bucket.buffer().is_sparse:
                 self._average(bucket)  # because the other ranks wait for it
             elif self._runner is not None:
-                self._runner.abandon()  # ends the step on the other ranks
+                self._runner.abort()  # ends the step on the other ranks
             raise self._lacks_parameters(self.group.rank(), bucket)
         return names
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,6 @@ from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.handle import handle_of
 from commhooks.errors import CommHookError, CommHookMismatchError
 from commhooks.hook.base import CommHook, tree
-from reducer.torch_internals import not_compiled
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +31,7 @@ class _ReplicaCheck:
         self._next = adapter.steps
         self._pending: _Comparison | None = None
 
-    @not_compiled
+    @_disable_dynamo
     def __call__(self, model: nn.Module, *_: object) -> None:
         """Tell what the last comparison has found, and begin the next one if it is time."""
         handle = handle_of(model)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from commhooks.errors import CommHookError
 from commhooks.state.layout import Ranks
 from reducer.nested_tensors import tensors_in
-from reducer.torch_internals import not_compiled
 
 _CHECKED_STEPS = 64
 _DISCARDED_BEFORE_WARNING = 4
@@ -31,7 +31,7 @@ class LateBackwards:
     def __reduce__(self) -> tuple[Any, ...]:
         return _forward_hook_of_copy, ()  # the copy has no communication hook
 
-    @not_compiled
+    @_disable_dynamo
     def __call__(self, _wrapper: nn.Module, _inputs: Any, output: Any) -> None:
         adapter = self._adapter()
         if adapter is None or not torch.is_grad_enabled():

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
 from commhooks import native
 from commhooks.errors import CommHookPeerError
-from reducer.peers import end_now
+from reducer.peers import abort_works
 
 _IS_COMPILED = hasattr(native, "ring_gather")
 _TAG = 0
@@ -112,5 +112,5 @@ def send_and_receive(
         broken = error.with_traceback(None)  # which would keep this frame, and so the group
     if broken is None:
         return native.join_works(works)
-    end_now(works)  # see Note [Nothing posted is dropped]
+    abort_works(works)  # see Note [Nothing posted is dropped]
     raise BrokenConnectionError(str(broken)) if isinstance(broken, RuntimeError) else broken

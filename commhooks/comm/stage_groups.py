@@ -98,7 +98,7 @@ class StageGroups:
         self.epoch = 0
         """The number of failures so far."""
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        self._abandoned: dict[StageKey, list[dist.ProcessGroup]] = {}  # one each, still in use
+        self._aborted: dict[StageKey, list[dist.ProcessGroup]] = {}  # one each, still in use
         self._watches: list[PeerWatch] = []
         self._lost: dict[tuple[int, ...], int] = {}
         """The last epoch in which one of these ranks has gone, or this one has failed."""
@@ -145,7 +145,7 @@ class StageGroups:
 
     def close_connections(self) -> None:
         """Close those of groups that were dropped in use. What is pending fails, or never ends."""
-        for (group,) in self._abandoned.values():
+        for (group,) in self._aborted.values():
             close_connections(group)
 
     def _make_group(self, store: Store, ranks: tuple[int, ...]) -> Any:
@@ -173,7 +173,7 @@ class StageGroups:
                 return self._store.get(self._key("failure")).decode()
         return None
 
-    def abandon(self, used: Collection[StageKey] = ()) -> None:
+    def abort(self, used: Collection[StageKey] = ()) -> None:
         """Drop all groups and start the next epoch, as :meth:`disconnect` does. Does not block."""
         self.disconnect(used)
         self.epoch += 1
@@ -190,15 +190,15 @@ class StageGroups:
             ranks, groups = self._groups.popitem()
             while groups:
                 group = groups.pop()
-                self._abandoned[self.epoch, ranks, len(groups)] = [group]
+                self._aborted[self.epoch, ranks, len(groups)] = [group]
                 del group
         self.drop_unused(used)
 
     def drop_unused(self, used: Collection[StageKey]) -> None:
         """Drop the groups that were kept, except those that are still ``used``."""
-        for key in self._abandoned.keys() - set(used):
+        for key in self._aborted.keys() - set(used):
             # The destructor waits for pending collectives; no other reference may exist.
-            start_thread("commhooks-drop", self._abandoned.pop(key).clear)
+            start_thread("commhooks-drop", self._aborted.pop(key).clear)
 
     def close(self) -> None:
         """Make :meth:`open` raise, on whatever thread it is waiting."""

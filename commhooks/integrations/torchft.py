@@ -242,7 +242,7 @@ class _Members(Adapter):
         except Exception as error:
             self._manager.report_error(error)
             if self._runner is not None:
-                self._runner.abandon()  # so that the other members do not wait
+                self._runner.abort()  # so that the other members do not wait
 
     def _follow_members(self) -> None:
         """Connect the members if they have changed: Note [Members that come and go]."""

@@ -48,7 +48,7 @@ class ExchangeScheduler(Scheduler):
         # Those that are still pending must not hold up later ones.
         self.unfinished.clear()
         self.is_idle.set()
-        self.groups.abandon(self._under_way.values())
+        self.groups.abort(self._under_way.values())
         self._failure = None
 
     def _finish(self, execution: HookExecution, result: Tensor) -> None:

@@ -104,10 +104,10 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Abort the current step: buckets on their way fail, on all ranks.
 
-        The engine calls it by this name when a backward ends early.
+        The engine calls it by this name when it aborts a step.
         """
 
     @abstractmethod

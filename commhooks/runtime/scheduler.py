@@ -88,7 +88,7 @@ class Scheduler(ABC):
     def close(self) -> None:
         """End the waiting threads, and close all connections."""
         self.waiters.close()
-        self.groups.abandon()
+        self.groups.abort()
 
     def _needs_all_peers(self) -> bool:
         """Return whether pending collectives fail on all ranks if a peer has gone."""
@@ -128,7 +128,7 @@ class Scheduler(ABC):
         if collective.is_vote:
             stage = 0
         try:
-            # No local variable may hold the stage group: abandon() has to drop its last reference.
+            # No local variable may hold the stage group: abort() has to drop its last reference.
             execution.work = collective.start(self.groups.open(stage, collective.members))
         except CommHookPeerError as error:
             self.abort(self._peer_error(execution, error.with_traceback(None)))

@@ -9,7 +9,7 @@ bucket that ``is_last()`` votes; where it is not known which one is, ``end_step(
 does. A rank that fails, at whatever point,
 
     1. publishes the reason in the store, under the current epoch;
-    2. abandons its stage groups. Their connections close, and what peers have pending on them
+    2. aborts its stage groups. Their connections close, and what peers have pending on them
        fails, so the peers do the same. (The rank that has issued the fewest collectives on a stage
        group has none pending there that others lack, so it can close; then those of the others
        fail.)
@@ -180,7 +180,7 @@ class StepScheduler(Scheduler):
                 self._state.fail(error)
                 self._begun.clear()
                 self.groups.publish(str(error))
-                self.groups.abandon(self._under_way.values())
+                self.groups.abort(self._under_way.values())
                 self._abort_exchanges(error)
                 self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
         finally:

@@ -159,7 +159,7 @@ class StreamRunner(Runner):
         self._end_step()
         return completed(torch.empty(0))
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Do nothing, because no bucket is ever on its way."""
 
     def drain(self) -> None:

@@ -74,7 +74,7 @@ class ThreadedRunner(Runner):
         bucket = GradBucket(nothing, [], [], index=index, step=step)
         return self._launch(EndOfStep(self._hook, bucket, self._group))
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         self._thread.call(self._steps.abort_incomplete)
 
     def drain(self) -> None:

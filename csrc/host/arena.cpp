@@ -41,14 +41,6 @@ void check_file_size(int64_t bytes) {
   }
 }
 
-File anonymous_file() {
-  const int descriptor = memfd_create("commhooks", MFD_CLOEXEC);
-  if (descriptor < 0) {
-    throw_system_error("memfd_create");
-  }
-  return File(descriptor);
-}
-
 // Reserves the memory: without it a write would end the process if memory is exhausted.
 void extend(int file, int64_t offset, size_t bytes) {
   const int64_t end = offset + static_cast<int64_t>(bytes);
@@ -64,6 +56,12 @@ void extend(int file, int64_t offset, size_t bytes) {
 
 void throw_system_error(const std::string& what, int error) {
   throw std::system_error(error, std::generic_category(), what + describe_limit(error));
+}
+
+File::File(int descriptor, const std::string& what) : descriptor_(descriptor) {
+  if (descriptor < 0) {
+    throw_system_error(what);
+  }
 }
 
 File::~File() {
@@ -111,7 +109,8 @@ std::shared_ptr<Arena> Arena::of_process() {
   static std::shared_ptr<Arena> arena;
   const std::lock_guard lock(mutex);
   if (!arena || !arena->is_of_this_process()) {
-    arena = std::shared_ptr<Arena>(new Arena(anonymous_file()));
+    arena = std::shared_ptr<Arena>(
+        new Arena(File(memfd_create("commhooks", MFD_CLOEXEC), "memfd_create")));
   }
   return arena;
 }

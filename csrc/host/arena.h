@@ -18,7 +18,8 @@ namespace commhooks {
 // Owns a file descriptor.
 class File {
  public:
-  explicit File(int descriptor = -1) : descriptor_(descriptor) {}
+  // `descriptor`: the result of the system call `what`. Throws std::system_error if that failed.
+  File(int descriptor, const std::string& what);
   File(File&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
   File& operator=(File other) noexcept {
     std::swap(descriptor_, other.descriptor_);

@@ -66,25 +66,13 @@ Doorbell& doorbell_in(char* first_page) {
 
 // A descriptor of the process with this id, which becomes readable when the process ends.
 File watch_process(int64_t process) {
-#ifdef SYS_pidfd_open
-  const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
-#else
-  const int descriptor = -1;
-  errno = ENOSYS;
-#endif
-  if (descriptor < 0) {
-    throw_system_error("pidfd_open");
-  }
-  return File(descriptor);
+  constexpr int64_t kPidfdOpen = 434;  // SYS_pidfd_open, which older headers do not have
+  return File(static_cast<int>(syscall(kPidfdOpen, process, 0)), "pidfd_open");
 }
 
 File open_file_of(int64_t process, int64_t file) {
   const std::string path = c10::str("/proc/", process, "/fd/", file);
-  const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (descriptor < 0) {
-    throw_system_error(path);
-  }
-  return File(descriptor);
+  return File(open(path.c_str(), O_RDWR | O_CLOEXEC), path);
 }
 
 bool has_ended(const File& process) {
@@ -109,19 +97,6 @@ std::mutex groups_mutex;
 std::vector<std::weak_ptr<HostGroup>>& all_groups() {
   static auto* groups = new std::vector<std::weak_ptr<HostGroup>>;  // outlives all threads
   return *groups;
-}
-
-std::vector<std::shared_ptr<HostGroup>> living_groups() {
-  std::vector<std::shared_ptr<HostGroup>> living;
-  const std::lock_guard lock(groups_mutex);
-  auto& groups = all_groups();
-  std::erase_if(groups, [](const auto& group) { return group.expired(); });
-  for (const auto& group : groups) {
-    if (auto shared = group.lock()) {
-      living.push_back(std::move(shared));
-    }
-  }
-  return living;
 }
 
 }  // namespace
@@ -341,7 +316,7 @@ at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype) {
   try {
     memory->own = arena_->allocate(std::max<size_t>(bytes, 1));
   } catch (const std::system_error& error) {
-    fail(describe(error));  // or the peers would wait for this rank
+    abort(describe(error));  // or the peers would wait for this rank
     const Lock lock(mutex_);
     check_failed_locked();
   }
@@ -431,7 +406,18 @@ std::unique_ptr<PendingResult> HostGroup::average(
 }
 
 void HostGroup::progress_all() {
-  for (const auto& group : living_groups()) {
+  std::vector<std::shared_ptr<HostGroup>> living;
+  {
+    const std::lock_guard lock(groups_mutex);
+    auto& groups = all_groups();
+    std::erase_if(groups, [](const auto& group) { return group.expired(); });
+    for (const auto& group : groups) {
+      if (auto shared = group.lock()) {
+        living.push_back(std::move(shared));
+      }
+    }
+  }
+  for (const auto& group : living) {
     group->progress();
   }
 }
@@ -451,7 +437,7 @@ void HostGroup::progress() {
     }
   }
   if (!failure.empty()) {
-    fail(failure);
+    abort(failure);
   }
 }
 
@@ -548,7 +534,7 @@ void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeou
       loss = c10::str("Timed out waiting ", timeout.count(), " ms for ", describe_late());
     }
     if (!loss.empty()) {
-      fail(loss);
+      abort(loss);
     }
     {
       const Lock lock(mutex_);
@@ -589,7 +575,7 @@ std::string HostGroup::describe_late() const {
 }
 
 // Takes part in nothing more: the peers fail, too, when they wait for this rank.
-void HostGroup::fail(const std::string& why) {
+void HostGroup::abort(const std::string& why) {
   std::deque<std::shared_ptr<Operation>> operations;  // destroyed without the lock
   {
     const Lock lock(mutex_);

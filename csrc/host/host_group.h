@@ -2,7 +2,7 @@
 #pragma once
 
 #include "host/arena.h"
-#include "reducer/transport.h"
+#include "reducer/hook.h"
 
 #include <array>
 #include <atomic>
@@ -124,7 +124,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   void wait(const std::function<bool()>& condition, std::chrono::milliseconds timeout);
   std::string find_loss(bool asks_system) const;
   std::string describe_late() const;
-  void fail(const std::string& why);
+  void abort(const std::string& why);
   std::string describe(const std::system_error& error) const;
   void check_failed_locked() const;
 

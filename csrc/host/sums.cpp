@@ -82,14 +82,6 @@ void sum_tiles(
   }
 }
 
-template <typename Format>
-void sum_as(
-    const std::vector<const void*>& sources, void* destination, int64_t numel, double scale) {
-  at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    sum_tiles<Format>(sources, destination, begin, end, scale);
-  });
-}
-
 }  // namespace
 
 void sum(
@@ -102,11 +94,11 @@ void sum(
   with_type(dtype, [&]<typename Stored>() {
     with_type(wire_dtype, [&]<typename Wire>() {
       using Rounding = std::conditional_t<sizeof(Wire) == 2, Wire, Stored>;
-      if constexpr (sizeof(Rounding) == 2) {
-        sum_as<Rounded<Stored, Rounding>>(sources, destination, numel, scale);
-      } else {
-        sum_as<Direct<Stored>>(sources, destination, numel, scale);
-      }
+      using Format =
+          std::conditional_t<sizeof(Rounding) == 2, Rounded<Stored, Rounding>, Direct<Stored>>;
+      at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
+        sum_tiles<Format>(sources, destination, begin, end, scale);
+      });
     });
   });
 }

@@ -248,16 +248,13 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   return packed(format);
 }
 
-at::Tensor Bucket::no_rows(const at::Tensor& parameter) const {
-  return at::_sparse_coo_tensor_with_dims(
-             1, parameter.dim() - 1, parameter.sizes(), parameter.options().layout(c10::kSparse))
-      ._coalesced_(true);
-}
-
 at::Tensor Bucket::pack_sparse(const PackFormat& format) const {
-  const at::Tensor grad = store_.get(parameters_.front());
+  const at::Tensor& parameter = parameters_.front();
+  const at::Tensor grad = store_.get(parameter);
   if (!grad.defined()) {
-    return no_rows(parameters_.front());
+    const auto options = parameter.options().layout(c10::kSparse);
+    return at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(), options)
+        ._coalesced_(true);
   }
   // The gradient is dense if the parameter also has other uses.
   const at::Tensor rows = grad.is_sparse() ? grad.coalesce() : grad.detach().to_sparse(1);
@@ -276,14 +273,6 @@ void Bucket::check_result(const at::Tensor& result) const {
       ". A hook returns the average in the shape of `bucket.buffer()`, in any of fp64, fp32, fp16 and bf16.");
 }
 
-at::Tensor Bucket::new_gradient(size_t position) {
-  if (grads_are_views_) {
-    return own_view(position);
-  }
-  const at::Tensor& parameter = parameters_[position];
-  return at::empty_strided(parameter.sizes(), gradient_strides(parameter), parameter.options());
-}
-
 void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positions) {
   if (is_sparse) {
     if (!positions.empty()) {
@@ -298,10 +287,13 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> destinations;
   for (const size_t i : positions) {
-    at::Tensor original = store_.get(parameters_[i]);
+    const at::Tensor& parameter = parameters_[i];
+    at::Tensor original = store_.get(parameter);
     if (!original.defined() || original.is_conj()) {
-      original = new_gradient(i);
-      store_.set(parameters_[i], original);
+      original = grads_are_views_
+          ? own_view(i)
+          : at::empty_strided(parameter.sizes(), gradient_strides(parameter), parameter.options());
+      store_.set(parameter, original);
     }
     if (already_there) {
       continue;

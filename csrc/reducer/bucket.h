@@ -5,7 +5,6 @@
 #include "reducer/gradient.h"
 #include "reducer/hook.h"
 #include "reducer/streams.h"
-#include "reducer/transport.h"
 
 namespace commhooks {
 
@@ -148,8 +147,6 @@ class Bucket {
   at::Tensor pack_sparse(const PackFormat& format) const;
   // Returns uninitialized memory for all elements.
   at::Tensor memory(c10::ScalarType dtype) const;
-  at::Tensor no_rows(const at::Tensor& parameter) const;
-  at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
   // Returns the view of `flat()` that is the gradient at `position`.
   const at::Tensor& own_view(size_t position);

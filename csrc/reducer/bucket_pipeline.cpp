@@ -42,7 +42,7 @@ BucketPipeline::BucketPipeline(
       tracker_(tracker),
       side_stream_(side_stream(parameters.front().device())),
       groups_(process_group, options.key_groups, std::move(transport)),
-      buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()), false)),
+      buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()))),
       unused_(parameters.size()) {}
 
 // --------------------------------------------------------------------------------- between steps
@@ -89,8 +89,7 @@ void BucketPipeline::await_after_backward(
 
 void BucketPipeline::wait_for_turn_locked(Lock& lock) {
   lock.wait(turn_.changed, [&] {
-    return turn_.is_mine() ||
-        (turn_.is_open() && !turn_.has_helpers() && phase_ != Phase::Abandoned);
+    return turn_.is_mine() || (turn_.is_open() && !turn_.has_helpers() && phase_ != Phase::Aborted);
   });
 }
 
@@ -148,7 +147,10 @@ void BucketPipeline::skip_locked(const std::vector<size_t>& absent) {
   step_.left_out = std::make_shared<const std::vector<std::string>>(std::move(left_out));
 }
 
-void BucketPipeline::begin_backward_locked(Lock& lock) {
+bool BucketPipeline::begin_backward_locked(Lock& lock) {
+  if (!tracker_.begin_backward()) {
+    return false;
+  }
   step_.times.backward_start = Clock::now();
   if (auto store = GradientStore::current(); store != step_.store) {
     lock.replace(step_.store, std::move(store));
@@ -156,6 +158,7 @@ void BucketPipeline::begin_backward_locked(Lock& lock) {
       bucket->set_store(step_.store);
     }
   }
+  return true;
 }
 
 void BucketPipeline::note_use_locked(size_t index) {
@@ -165,23 +168,26 @@ void BucketPipeline::note_use_locked(size_t index) {
 }
 
 void BucketPipeline::note_gradient_locked(size_t index) {
-  recorder_.add_instant(Activity::Gradient, index);
+  if (recorder_.is_on()) {
+    const auto now = Clock::now();
+    recorder_.add({Activity::Gradient, index, now, now});
+  }
   bucket_of(index).add_stream();
 }
 
-std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn::Helper& helper) {
+std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn::Part& helper) {
   Bucket& bucket = bucket_of(index);
   if (bucket.can_pack_early() && !bucket.progress.is_packed &&
       !groups_[bucket.group].passes_through && !unused_.may_include(index)) {
     bucket.progress.is_packed = true;
-    helper.begin();
+    helper.help();
     return format_of(bucket);
   }
   count_down_locked(index);
   return std::nullopt;
 }
 
-bool BucketPipeline::pack_early(size_t index, const PackFormat& format, Turn::Helper& helper) {
+bool BucketPipeline::pack_early(size_t index, const PackFormat& format, Turn::Part& helper) {
   Bucket& bucket = bucket_of(index);
   {
     const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
@@ -211,7 +217,7 @@ Bucket& BucketPipeline::bucket_of(size_t index) const {
 }
 
 void BucketPipeline::end_collecting() {
-  Turn::Holder turn(turn_);
+  Turn::Part turn(turn_);
   bool waits = true;
   {
     Lock lock(turn_.mutex);
@@ -220,12 +226,12 @@ void BucketPipeline::end_collecting() {
       // Another backward may bring the rest; otherwise the next forward raises an error.
       return;
     }
-    turn.begin();
+    turn.take();
     phase_ = Phase::Draining;
     waits = !manual_finalization_;
   }
   if (unused_.shares_use()) {
-    or_abandon([&] {
+    or_abort([&] {
       with_peers(default_group(), describe_sharing, [&] {
         unused_.start_sharing(
             groups_.process_groups(), tracker_.expected(), parameters_.front().device());
@@ -258,40 +264,39 @@ PackFormat BucketPipeline::format_of(const Bucket& bucket) const {
   return format;
 }
 
+// Until there is nothing to do, or another thread has the turn.
 void BucketPipeline::launch_ready_buckets() {
-  Turn::Holder turn(turn_);
-  {
-    const Lock lock(turn_.mutex);
-    if (!turn_.is_open()) {
-      return;
-    }
-    turn.begin();
-  }
-  or_abandon([&] {
-    while (launch_or_finish_next(turn)) {
+  Turn::Part turn(turn_);
+  or_abort([&] {
+    while (true) {
+      std::optional<Launch> next;
+      Bucket* completed = nullptr;
+      {
+        const Lock lock(turn_.mutex);
+        if (!turn_.is_open()) {
+          return;
+        }
+        turn.take();
+        next = next_launch_locked();
+        completed = next ? nullptr : next_completed_locked();
+        if (!next && !completed) {
+          turn.end();
+          return;
+        }
+      }
+      if (next) {
+        launch(*next);
+      } else {
+        // On a stream of its own, while backward goes on.
+        c10::OptionalStreamGuard stream;
+        if (side_stream_) {
+          stream.reset_stream(*side_stream_);
+        }
+        completed->enter_stream();
+        finish(*completed);
+      }
     }
   });
-}
-
-// Gives up the turn and returns false if there is nothing to do.
-bool BucketPipeline::launch_or_finish_next(Turn::Holder& turn) {
-  std::optional<Launch> next;
-  Bucket* completed = nullptr;
-  {
-    const Lock lock(turn_.mutex);
-    next = next_launch_locked();
-    completed = next ? nullptr : next_completed_locked();
-    if (!next && !completed) {
-      turn.end();
-      return false;
-    }
-  }
-  if (next) {
-    launch(*next);
-  } else {
-    finish_early(*completed);
-  }
-  return true;
 }
 
 bool BucketPipeline::has_ready_bucket_locked() const {
@@ -305,9 +310,16 @@ std::optional<BucketPipeline::Launch> BucketPipeline::next_launch_locked() {
     ReductionGroup& group = groups_[bucket.group];
     if (!bucket.progress.skipped && !group.passes_through) {
       const size_t index = group.launched++;
-      return Launch{&bucket,       group.hook, group.process_group,        format_of(bucket),
-                    step_.store,   index,      index + 1 == group.buckets, first_step_ + completed_,
-                    step_.left_out};
+      return Launch{
+          .bucket = &bucket,
+          .hook = group.hook,
+          .process_group = group.process_group,
+          .format = format_of(bucket),
+          .store = step_.store,
+          .index = index,
+          .is_last = index + 1 == group.buckets,
+          .step = first_step_ + completed_,
+          .left_out = step_.left_out};
     }
   }
   return std::nullopt;
@@ -332,14 +344,14 @@ void BucketPipeline::launch(const Launch& launch) {
         const WithoutPythonObjects hidden;
         return launch.hook->run(packed);
       });
-  if (has_ended()) {
-    pending->wait();  // the hook itself has ended the step
+  if (const Lock lock(turn_.mutex); phase_ != Phase::Idle) {
+    Bucket::Reduction& reduction = bucket.reduction;
+    reduction.pending = std::move(pending);
+    reduction.handed_over = handed_over;
+    reduction.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
     return;
   }
-  Bucket::Reduction& reduction = bucket.reduction;
-  reduction.pending = std::move(pending);
-  reduction.handed_over = handed_over;
-  reduction.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
+  pending->wait();  // the hook itself has ended the step
 }
 
 std::shared_ptr<GradBucket> BucketPipeline::pack(const Launch& launch) {
@@ -353,11 +365,6 @@ std::shared_ptr<GradBucket> BucketPipeline::pack(const Launch& launch) {
   return std::make_shared<GradBucket>(
       bucket.shared_layout(), buffer, launch.index, launch.is_last, launch.step, launch.left_out,
       bucket.finite());
-}
-
-bool BucketPipeline::has_ended() const {
-  const Lock lock(turn_.mutex);
-  return phase_ == Phase::Idle;
 }
 
 // ------------------------------------------------------------------------------------- and back
@@ -376,15 +383,6 @@ Bucket* BucketPipeline::next_completed_locked() {
   }
   ++step_.next_finish;
   return &bucket;
-}
-
-void BucketPipeline::finish_early(Bucket& bucket) {
-  c10::OptionalStreamGuard stream;
-  if (side_stream_) {
-    stream.reset_stream(*side_stream_);
-  }
-  bucket.enter_stream();
-  finish(bucket);
 }
 
 void BucketPipeline::finish(Bucket& bucket) {
@@ -410,8 +408,12 @@ at::Tensor BucketPipeline::await(Bucket& bucket) {
   reduction.stats.hook_seconds += seconds_between(reduction.handed_over, end);
   if (recorder_.is_on()) {
     recorder_.add(
-        {Activity::Hook, bucket.index, reduction.handed_over, end, bucket.shared_layout(),
-         group.hook->name()});
+        {.activity = Activity::Hook,
+         .index = bucket.index,
+         .start = reduction.handed_over,
+         .end = end,
+         .layout = bucket.shared_layout(),
+         .hook = group.hook->name()});
   }
   at::Tensor average = with_peers(
       group.process_group, [&] { return describe_average(bucket); },
@@ -470,7 +472,7 @@ void BucketPipeline::unpack(
 // ---------------------------------------------------------------------------- ending the step
 
 void BucketPipeline::finalize_backward() {
-  Turn::Holder turn(turn_);
+  Turn::Part turn(turn_);
   {
     Lock lock(turn_.mutex);
     const auto is_draining = [&] { return phase_ == Phase::Draining; };
@@ -478,9 +480,9 @@ void BucketPipeline::finalize_backward() {
     if (!is_draining()) {
       return;
     }
-    turn.begin();
+    turn.take();
   }
-  or_abandon([&] { drain(); });
+  or_abort([&] { drain(); });
 }
 
 void BucketPipeline::drain() {
@@ -553,8 +555,8 @@ void BucketPipeline::wait_for_awaited() {
 void BucketPipeline::check_draining_locked() const {
   TORCH_CHECK(
       phase_ == Phase::Draining, groups_.rank_prefix(),
-      "The step was ended before all averages were written back: a hook, an observer or another "
-      "thread has called abandon() or another method that ends it.");
+      "The step was aborted before all averages were written back: a hook, an observer or another "
+      "thread has called abort() or another method that aborts it.");
 }
 
 void BucketPipeline::count_step_locked() {
@@ -591,9 +593,7 @@ void BucketPipeline::finish_unused() {
   }
   const auto everywhere = with_peers(
       default_group(), describe_sharing, [&] { return unused_.finish_sharing(group_of); });
-  for (const auto& [bucket, average, positions] : unused_.settle(everywhere)) {
-    unpack(*bucket, average, positions);
-  }
+  unused_.write_deferred(everywhere, [this](auto&&... what) { unpack(what...); });
   unused_.forget_use();
   if (options_.static_graph) {
     unused_.remember(everywhere);
@@ -603,64 +603,50 @@ void BucketPipeline::finish_unused() {
   }
 }
 
-void BucketPipeline::abandon() noexcept {
-  Turn::Helper helper(turn_);
-  bool is_drained_elsewhere = false;
-  {
-    const Lock lock(turn_.mutex);
-    tracker_.end_backward();
-    if (phase_ == Phase::Idle || (is_dropping_ && turn_.is_mine())) {
-      return;
-    }
-    is_drained_elsewhere = phase_ == Phase::Draining && !turn_.is_open();
-    if (is_drained_elsewhere) {
-      helper.begin();  // the step does not end before the hooks have been told
-    }
-    phase_ = Phase::Abandoned;
-    tracker_.expect_local();  // the rest of the backward that has failed
-    turn_.changed.notify_all();
-  }
-  if (is_drained_elsewhere) {
-    groups_.abandon();  // so that the buckets fail that the other thread waits for
-    const Lock lock(turn_.mutex);
-    helper.end();
-  }
-  Turn::Holder turn(turn_);
-  {
-    Lock lock(turn_.mutex);
-    lock.wait(turn_.changed, [&] {
-      return phase_ != Phase::Abandoned || (turn_.is_open() && !turn_.has_helpers());
-    });
-    if (phase_ != Phase::Abandoned) {
-      return;  // another thread has dropped the buckets
-    }
-    turn.begin();
-    is_dropping_ = true;
-  }
-  groups_.abandon();
-  drop_buckets();
+void BucketPipeline::abort() noexcept {
+  Turn::Part part(turn_);
   Lock lock(turn_.mutex);
-  is_dropping_ = false;
+  tracker_.end_backward();
+  if (phase_ == Phase::Idle || (is_aborting_ && turn_.is_mine())) {
+    return;
+  }
+  const bool is_drained_elsewhere = phase_ == Phase::Draining && !turn_.is_open();
+  phase_ = Phase::Aborted;
+  tracker_.expect_local();  // the rest of the backward that has failed
+  turn_.changed.notify_all();
+  if (is_drained_elsewhere) {
+    part.help();  // so that the step does not end before the hooks have been told to abort
+    lock.without([&] { groups_.abort(); });  // the other thread waits for their results
+    part.end();
+  }
+  lock.wait(turn_.changed, [&] {
+    return phase_ != Phase::Aborted || (turn_.is_open() && !turn_.has_helpers());
+  });
+  if (phase_ != Phase::Aborted) {
+    return;  // another thread has cleared the step
+  }
+  part.take();
+  is_aborting_ = true;
+  lock.without([&] {
+    groups_.abort();
+    // Other ranks have launched these buckets too, or have exited, so each completes or fails.
+    for (auto& bucket : buckets_.all) {
+      if (const auto& pending = bucket->reduction.pending) {
+        pending->wait();
+      }
+    }
+    clear_step();
+    for (auto& bucket : buckets_.all) {
+      bucket->release();  // other ranks may still read its memory
+    }
+    unused_.forget_use();
+  });
+  is_aborting_ = false;
   tracker_.forget_order();
   lock.replace(step_, {});
   lock.replace(awaited_, {});
   phase_ = Phase::Idle;
-  turn.end();
-  turn_.changed.notify_all();
-}
-
-// Other ranks have launched these buckets too, or have exited, so each completes or fails.
-void BucketPipeline::drop_buckets() noexcept {
-  for (auto& bucket : buckets_.all) {
-    if (const auto& pending = bucket->reduction.pending) {
-      pending->wait();
-    }
-  }
-  clear_step();
-  for (auto& bucket : buckets_.all) {
-    bucket->release();  // other ranks may still read its memory
-  }
-  unused_.forget_use();
+  part.end();
 }
 
 // ----------------------------------------------------------------------------------- observation
@@ -670,8 +656,13 @@ std::vector<BucketPipeline::BucketInfo> BucketPipeline::bucket_infos() const {
   std::vector<BucketInfo> infos;
   for (const auto& bucket : buckets_.all) {
     infos.push_back(
-        {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->group,
-         bucket->is_sparse, groups_[bucket->group].ranks, bucket->stats});
+        {.layout = bucket->shared_layout(),
+         .indices = bucket->indices(),
+         .bytes = bucket->bytes(),
+         .group = bucket->group,
+         .is_sparse = bucket->is_sparse,
+         .ranks = groups_[bucket->group].ranks,
+         .stats = bucket->stats});
   }
   return infos;
 }

@@ -78,15 +78,16 @@ class BucketPipeline {
   const Step& step_locked() const {
     return step_;
   }
-  void begin_backward_locked(Lock& lock);
+  // Returns whether a backward begins: whether the last one has ended.
+  bool begin_backward_locked(Lock& lock);
   // Also outside a step: parameters that `no_sync` used count as used at the next synchronization.
   void note_use_locked(size_t index);
   // Notes a gradient that has arrived on the current stream.
   void note_gradient_locked(size_t index);
   // Adds the last gradient of a parameter: returns the format to `pack_early` in, or counts down.
-  std::optional<PackFormat> add_gradient_locked(size_t index, Turn::Helper& helper);
+  std::optional<PackFormat> add_gradient_locked(size_t index, Turn::Part& helper);
   // Returns whether a bucket is ready.
-  bool pack_early(size_t index, const PackFormat& format, Turn::Helper& helper);
+  bool pack_early(size_t index, const PackFormat& format, Turn::Part& helper);
   // One gradient less is missing in the bucket of this parameter.
   void count_down_locked(size_t index);
   void end_backward_locked();
@@ -101,18 +102,18 @@ class BucketPipeline {
 
   // Runs a part of the step, which fails with it.
   template <typename Part>
-  void or_abandon(Part part) {
+  void or_abort(Part part) {
     try {
       part();
     } catch (...) {
-      abandon();
+      abort();
       throw;
     }
   }
   // Waits for all buckets, and writes their averages back: Draining -> Idle.
   void finalize_backward();
-  // Ends the current step, if there is one: waits for buckets that the hook has, and drops them.
-  void abandon() noexcept;
+  // Aborts the step, if there is one, from any thread: Note [Abort, drain, close].
+  void abort() noexcept;
 
   // --- observation ---
 
@@ -170,14 +171,11 @@ class BucketPipeline {
   Bucket& bucket_of(size_t index) const;  // requires the lock, or a part in the step
   PackFormat format_of(const Bucket& bucket) const;
 
-  bool launch_or_finish_next(Turn::Holder& turn);
   std::optional<Launch> next_launch_locked();
   void launch(const Launch& launch);
   std::shared_ptr<GradBucket> pack(const Launch& launch);
-  bool has_ended() const;
 
   Bucket* next_completed_locked();
-  void finish_early(Bucket& bucket);
   void finish(Bucket& bucket);
   at::Tensor await(Bucket& bucket);
   void write_back(Bucket& bucket, const at::Tensor& average);
@@ -190,7 +188,6 @@ class BucketPipeline {
   void wait_for_awaited();
   void check_draining_locked() const;
   void count_step_locked();
-  void drop_buckets() noexcept;
   void clear_step() noexcept;
 
   const GroupPtr& default_group() const {
@@ -204,7 +201,7 @@ class BucketPipeline {
   const std::optional<c10::Stream> side_stream_;
 
   Turn turn_;
-  bool is_dropping_ = false;  // whether a thread drops the buckets of a failed step
+  bool is_aborting_ = false;  // whether a thread clears a step that has failed
 
   ReductionGroups groups_;
   BucketSet buckets_;

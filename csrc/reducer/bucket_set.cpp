@@ -15,22 +15,28 @@ struct OpenBucket {
 };
 
 // Returns the indices of the parameters in each bucket.
-std::vector<std::vector<size_t>> fill_buckets(
+std::vector<std::vector<size_t>> plan_of(
     const std::vector<at::Tensor>& parameters,
-    const std::vector<int64_t>& keys,
-    const std::vector<size_t>& order,
-    const std::vector<int64_t>& sizes) {
+    const ReducerOptions& options,
+    const std::vector<size_t>& order) {
+  const auto& sizes = options.bucket_bytes;
+  TORCH_CHECK_VALUE(!sizes.empty(), "Expected at least one bucket size.");
+  // A sparse gradient has a bucket of its own.
+  auto keys = options.keys;
+  int64_t unused_key = *std::max_element(keys.begin(), keys.end());
+  for (size_t index = 0; index < keys.size(); ++index) {
+    if (options.sparse[index]) {
+      keys[index] = ++unused_key;
+    }
+  }
+
   using Key = std::tuple<c10::ScalarType, c10::DeviceType, c10::DeviceIndex, int64_t>;
   std::map<Key, OpenBucket> open;
   std::vector<std::pair<size_t, std::vector<size_t>>> closed;  // (last position, members)
-
   const auto close = [&](OpenBucket& bucket) {
     closed.emplace_back(bucket.last_position, std::move(bucket.members));
-    const size_t number = bucket.number + 1;
-    bucket = OpenBucket();
-    bucket.number = number;
+    bucket = {.number = bucket.number + 1};
   };
-
   for (size_t position = 0; position < order.size(); ++position) {
     const size_t index = order[position];
     const auto& parameter = parameters[index];
@@ -51,36 +57,8 @@ std::vector<std::vector<size_t>> fill_buckets(
   std::sort(closed.begin(), closed.end());
 
   std::vector<std::vector<size_t>> plan;
-  plan.reserve(closed.size());
   for (auto& [position, members] : closed) {
     plan.push_back(std::move(members));
-  }
-  return plan;
-}
-
-std::vector<std::vector<size_t>> plan_of(
-    const std::vector<at::Tensor>& parameters,
-    const ReducerOptions& options,
-    const std::vector<size_t>& order,
-    bool back_to_front) {
-  TORCH_CHECK_VALUE(!options.bucket_bytes.empty(), "Expected at least one bucket size.");
-  // A sparse gradient has a bucket of its own.
-  auto keys = options.keys;
-  int64_t unused_key = *std::max_element(keys.begin(), keys.end());
-  for (size_t index = 0; index < keys.size(); ++index) {
-    if (options.sparse[index]) {
-      keys[index] = ++unused_key;
-    }
-  }
-  std::vector<std::vector<size_t>> plan;
-  if (back_to_front) {
-    plan = fill_buckets(parameters, keys, {order.rbegin(), order.rend()}, options.bucket_bytes);
-    std::reverse(plan.begin(), plan.end());
-    for (auto& members : plan) {
-      std::reverse(members.begin(), members.end());
-    }
-  } else {
-    plan = fill_buckets(parameters, keys, order, options.bucket_bytes);
   }
   std::stable_partition(plan.begin(), plan.end(), [&](const std::vector<size_t>& members) {
     return options.keys[members.front()] != options.late_key;
@@ -94,9 +72,8 @@ BucketSet make_buckets(
     const std::vector<at::Tensor>& parameters,
     const ReducerOptions& options,
     const ReductionGroups& groups,
-    std::vector<size_t> order,
-    bool back_to_front) {
-  const auto plan = plan_of(parameters, options, order, back_to_front);
+    std::vector<size_t> order) {
+  const auto plan = plan_of(parameters, options, order);
   BucketSet set;
   set.locations.resize(parameters.size());
   for (size_t b = 0; b < plan.size(); ++b) {
@@ -120,7 +97,6 @@ BucketSet make_buckets(
     set.all.push_back(std::move(bucket));
   }
   set.order = std::move(order);
-  set.back_to_front = back_to_front;
   return set;
 }
 

@@ -58,7 +58,7 @@ class GradientTracker {
   bool expects_local() const {
     return expects_local_;
   }
-  // The order of an abandoned step may be incomplete.
+  // The order of an aborted step may be incomplete.
   void forget_order() {
     order_.clear();
   }

@@ -1,4 +1,4 @@
-// The interface between the reducer and communication hooks.
+// The interface between the reducer and communication hooks, and the other ways to average.
 #pragma once
 
 #include "reducer/grad_bucket.h"
@@ -80,7 +80,33 @@ class FutureResult : public PendingResult {
   std::shared_ptr<std::atomic<Clock::duration>> completed_;
 };
 
-class Transport;
+// Connects all ranks of a process group, which can then average through it, or some of them.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // For messages and logging data.
+  virtual const char* name() const = 0;
+
+  // The number of ranks that it connects.
+  virtual int size() const = 0;
+
+  // Returns uninitialized memory, flat, that `average` need not copy.
+  virtual at::Tensor allocate(int64_t numel, c10::ScalarType dtype) = 0;
+
+  // Starts to replace `tensor`, of `allocate`, by its sum over ranks; its numbers have been divided
+  // already. If `wire_dtype` is a half precision, they are rounded to it before and after they are
+  // summed. Every rank makes the same calls, in the same order. Nobody may write to the tensor
+  // before the result is complete. `bucket`: its index, which has to be the same on all ranks. A
+  // wait for other ranks fails after `timeout`.
+  virtual std::unique_ptr<PendingResult> average(
+      const at::Tensor& tensor,
+      c10::ScalarType wire_dtype,
+      size_t bucket,
+      std::chrono::milliseconds timeout) = 0;
+};
+
+using TransportPtr = std::shared_ptr<Transport>;
 
 // There is always a hook; the default is AverageHook.
 class Hook {
@@ -109,12 +135,12 @@ class Hook {
   // Offers a faster way to average over `process_group`, whose memory the buckets are in; null if
   // there is none. Called when the hook is set.
   virtual void use_transport(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/,
-      std::shared_ptr<Transport> /*transport*/) {}
+      const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/, TransportPtr /*transport*/) {
+  }
 
-  // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
-  // step will be launched.
-  virtual void abandon() {}
+  // Called when the step is aborted, possibly for a reason outside the hook. No more buckets of it
+  // will be launched.
+  virtual void abort() {}
 };
 
 }  // namespace commhooks

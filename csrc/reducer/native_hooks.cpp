@@ -49,7 +49,9 @@ std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket
   std::vector<at::Tensor> tensors = {bucket->getBuffer()};
   if (transport_) {
     const auto wire_dtype = wire_dtype_.value_or(tensors.front().scalar_type());
-    return transport_->average(tensors.front(), wire_dtype, bucket->getIndex(), timeout());
+    // Read each time: users may change it.
+    const auto timeout = process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
+    return transport_->average(tensors.front(), wire_dtype, bucket->getIndex(), timeout);
   }
   return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
 }
@@ -58,11 +60,6 @@ void AverageHook::use_transport(
     const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
     std::shared_ptr<Transport> transport) {
   transport_ = process_group == process_group_ ? std::move(transport) : nullptr;
-}
-
-// Read each time: users may change it.
-std::chrono::milliseconds AverageHook::timeout() const {
-  return process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
 }
 
 std::unique_ptr<PendingResult> NoopHook::run(const std::shared_ptr<GradBucket>& /*bucket*/) {

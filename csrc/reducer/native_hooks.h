@@ -2,7 +2,6 @@
 #pragma once
 
 #include "reducer/hook.h"
-#include "reducer/transport.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -31,8 +30,6 @@ class AverageHook final : public Hook {
       std::shared_ptr<Transport> transport) override;
 
  private:
-  std::chrono::milliseconds timeout() const;
-
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   std::shared_ptr<Transport> transport_;  // may be null
   std::optional<c10::ScalarType> wire_dtype_;

@@ -20,7 +20,6 @@ struct ReducerOptions {
   std::optional<int64_t> late_key;         // buckets with this key are launched after all others
   std::vector<int64_t> bucket_bytes;  // of the first bucket of each key, of the second, and so on;
                                       // the last value is for all others
-  bool small_last_bucket = false;     // rebuilt buckets get their sizes back to front
   bool find_unused_parameters = false;
   bool static_graph = false;
   bool gradient_as_bucket_view = false;

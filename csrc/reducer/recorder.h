@@ -93,12 +93,6 @@ class Recorder {
       }
     }
   }
-  void add_instant(Activity activity, size_t index) {
-    if (is_on()) {
-      const auto now = Clock::now();
-      add({activity, index, now, now});
-    }
-  }
 
  private:
   std::atomic<bool> is_on_{false};

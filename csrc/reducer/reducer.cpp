@@ -98,32 +98,6 @@ ReducerOptions checked(ReducerOptions options, size_t count) {
 
 }  // namespace
 
-// Owned by the callback that ends a backward. If autograd drops the callback without running it,
-// the backward ended with an exception, and the step is abandoned.
-class Reducer::BackwardGuard {
- public:
-  explicit BackwardGuard(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
-  BackwardGuard(const BackwardGuard&) = delete;
-  BackwardGuard& operator=(const BackwardGuard&) = delete;
-
-  ~BackwardGuard() {
-    if (auto reducer = reducer_.lock(); reducer && !ended_) {
-      reducer->pipeline_.abandon();
-    }
-  }
-
-  void end() {
-    ended_ = true;
-    if (auto reducer = reducer_.lock()) {
-      reducer->in_backward([&] { reducer->on_backward_end(); });
-    }
-  }
-
- private:
-  std::weak_ptr<Reducer> reducer_;
-  bool ended_ = false;
-};
-
 // ----------------------------------------------------------------------------------- construction
 
 std::shared_ptr<Reducer> Reducer::create(
@@ -200,7 +174,7 @@ void Reducer::reattach() {
 }
 
 void Reducer::remove_autograd_hooks() {
-  pipeline_.abandon();
+  pipeline_.abort();
   Accumulators accumulators;
   {
     const Lock lock = pipeline_.lock();
@@ -312,7 +286,7 @@ void Reducer::on_backward_start(int64_t announcement) {
       was_doubtful = !std::exchange(has_begun_, true);
     }
     if (needs_outputs() && is_collecting_locked()) {
-      begins = begin_backward_locked(lock);
+      begins = pipeline_.begin_backward_locked(lock);
       if (reaches_none_) {
         mark_absent_locked();
       }
@@ -332,63 +306,48 @@ void Reducer::on_backward_start(int64_t announcement) {
   }
 }
 
-// The work on a gradient that needs no lock.
-struct Reducer::Gradient {
-  bool begins_backward = false;
-  bool is_left_out = false;
-  std::optional<PackFormat> packs_early;
-  bool completes_bucket = false;
-};
-
 void Reducer::on_gradient(size_t index) {
-  pipeline_.or_abandon([&] {
-    Turn::Helper helper(pipeline_.turn());
-    Gradient gradient = note_gradient(index, helper);
-    if (gradient.is_left_out) {
+  pipeline_.or_abort([&] {
+    Turn::Part helper(pipeline_.turn());
+    // The work that needs no lock.
+    bool is_left_out = false;
+    bool begins_backward = false;
+    std::optional<PackFormat> packs_early;
+    bool completes_bucket = false;
+    {
+      Lock lock = pipeline_.lock();
+      pipeline_.note_use_locked(index);
+      if (is_local_locked()) {
+        is_left_out =
+            pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
+      } else {
+        begins_backward = pipeline_.begin_backward_locked(lock);
+        pipeline_.note_gradient_locked(index);
+        if (tracker_.is_learning()) {
+          tracker_.watch(index);
+        } else {
+          mark_absent_locked();
+          if (is_last_gradient_locked(index)) {
+            note_arrival_locked(index);
+            packs_early = pipeline_.add_gradient_locked(index, helper);
+            completes_bucket = !packs_early && pipeline_.has_ready_bucket_locked();
+          }
+        }
+      }
+    }
+    if (is_left_out) {
       warn_of_left_out(index);
     }
-    if (gradient.begins_backward) {
+    if (begins_backward) {
       queue_backward_end();
     }
-    if (gradient.packs_early) {
-      gradient.completes_bucket = pipeline_.pack_early(index, *gradient.packs_early, helper);
+    if (packs_early) {
+      completes_bucket = pipeline_.pack_early(index, *packs_early, helper);
     }
-    if (gradient.completes_bucket) {
+    if (completes_bucket) {
       pipeline_.launch_ready_buckets();
     }
   });
-}
-
-Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
-  Gradient gradient;
-  Lock lock = pipeline_.lock();
-  pipeline_.note_use_locked(index);
-  if (is_local_locked()) {
-    gradient.is_left_out =
-        pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
-    return gradient;
-  }
-  gradient.begins_backward = begin_backward_locked(lock);
-  pipeline_.note_gradient_locked(index);
-  if (tracker_.is_learning()) {
-    tracker_.watch(index);
-    return gradient;
-  }
-  mark_absent_locked();
-  if (is_last_gradient_locked(index)) {
-    note_arrival_locked(index);
-    gradient.packs_early = pipeline_.add_gradient_locked(index, helper);
-    gradient.completes_bucket = !gradient.packs_early && pipeline_.has_ready_bucket_locked();
-  }
-  return gradient;
-}
-
-bool Reducer::begin_backward_locked(Lock& lock) {
-  const bool begins = tracker_.begin_backward();
-  if (begins) {
-    pipeline_.begin_backward_locked(lock);
-  }
-  return begins;
 }
 
 void Reducer::mark_absent_locked() {
@@ -405,8 +364,19 @@ void Reducer::queue_backward_end() {
         "higher-order gradients through the average are not. Use torch.autograd.grad and average "
         "its results.");
   }
-  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
-  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
+  // If autograd drops the callback without running it, the backward has ended with an exception.
+  const std::shared_ptr<bool> has_run(new bool(false), [weak = weak_from_this()](bool* has_run) {
+    if (const auto reducer = weak.lock(); reducer && !*has_run) {
+      reducer->pipeline_.abort();
+    }
+    delete has_run;
+  });
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), has_run] {
+    *has_run = true;
+    if (const auto reducer = weak.lock()) {
+      reducer->in_backward([&] { reducer->on_backward_end(); });
+    }
+  });
 }
 
 bool Reducer::is_last_gradient_locked(size_t index) {
@@ -490,7 +460,7 @@ void Reducer::check_complete(const char* advice) {
     }
   }
   if (!missing.empty()) {
-    pipeline_.abandon();
+    pipeline_.abort();
     TORCH_CHECK(
         false, rank_prefix(), advice,
         explain_missing(options_, parameters_, missing, pipeline_.groups().rank()),
@@ -530,8 +500,7 @@ bool Reducer::rebuild_buckets() {
   for (const int64_t code : c10::ArrayRef(codes.const_data_ptr<int64_t>(), codes.numel())) {
     order.push_back(static_cast<size_t>(code) % parameters_.size());
   }
-  BucketSet rebuilt =
-      make_buckets(parameters_, options_, pipeline_.groups(), order, options_.small_last_bucket);
+  BucketSet rebuilt = make_buckets(parameters_, options_, pipeline_.groups(), std::move(order));
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   rebuilt_ = true;
@@ -564,7 +533,8 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       " parameters, found ", keys.size(), ".");
   ReducerOptions options = options_;
   options.keys = keys;
-  BucketSet rebuilt = buckets_as_before(options, pipeline_.groups());
+  BucketSet rebuilt =
+      make_buckets(parameters_, options, pipeline_.groups(), pipeline_.buckets().order);
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   TORCH_CHECK(
@@ -581,13 +551,6 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
   }
 }
 
-// Returns the buckets of the parameters in the order of the current ones.
-BucketSet Reducer::buckets_as_before(
-    const ReducerOptions& options, const ReductionGroups& groups) const {
-  const BucketSet& before = pipeline_.buckets();
-  return make_buckets(parameters_, options, groups, before.order, before.back_to_front);
-}
-
 void Reducer::set_static_graph() {
   const Lock lock = pipeline_.lock();
   TORCH_CHECK(
@@ -599,9 +562,9 @@ void Reducer::set_static_graph() {
 }
 
 void Reducer::set_process_group(const GroupPtr& process_group, TransportPtr transport) {
-  pipeline_.abandon();
+  pipeline_.abort();
   ReductionGroups groups(process_group, options_.key_groups, std::move(transport));
-  BucketSet rebuilt = buckets_as_before(options_, groups);
+  BucketSet rebuilt = make_buckets(parameters_, options_, groups, pipeline_.buckets().order);
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);
   pipeline_.replace_groups_locked(lock, std::move(groups), std::move(rebuilt));

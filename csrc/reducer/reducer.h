@@ -34,7 +34,7 @@ using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at
 //   * GradientTracker knows which gradients have arrived.
 // The mutex of the turn guards the bookkeeping, as Note [Locks and the GIL] says. Buckets belong to
 // the thread that has the turn, see Note [The turn]. Settings and buckets change between two steps
-// only; the methods for observation and `abandon` may be called by any thread at any time.
+// only; the methods for observation and `abort` may be called by any thread at any time.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches hooks to the gradient accumulators of `parameters`, and removes them on destruction.
@@ -140,8 +140,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   using Accumulator = std::pair<uintptr_t, NodePtr>;  // with the key of the hook
   using Accumulators = std::vector<Accumulator>;
-  class BackwardGuard;
-  struct Gradient;
 
   void attach();
   Accumulator with_hook(size_t index, NodePtr accumulator);
@@ -174,9 +172,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   void on_backward_start(int64_t announcement);
   void on_gradient(size_t index);
-  Gradient note_gradient(size_t index, Turn::Helper& helper);
-  // Returns whether `queue_backward_end` is to be called once the lock is released.
-  bool begin_backward_locked(Lock& lock);
   void mark_absent_locked();
   bool is_last_gradient_locked(size_t index);
   void note_arrival_locked(size_t index, bool used = true);
@@ -190,7 +185,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   bool agree_on_order(at::Tensor& order, bool unanimously) const;
-  BucketSet buckets_as_before(const ReducerOptions& options, const ReductionGroups& groups) const;
   void wait_to_rebuild_locked();
 
   const std::vector<at::Tensor> parameters_;

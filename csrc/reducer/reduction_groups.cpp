@@ -50,9 +50,9 @@ void ReductionGroups::begin_step() {
   }
 }
 
-void ReductionGroups::abandon() const {
+void ReductionGroups::abort() const {
   for (const ReductionGroup& group : groups_) {
-    group.hook->abandon();
+    group.hook->abort();
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include "reducer/hook.h"
 #include "reducer/options.h"
-#include "reducer/transport.h"
 
 #include <map>
 #include <memory>
@@ -82,8 +81,8 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `abandon` of all hooks.
-  void abandon() const;
+  // Calls `abort` of all hooks.
+  void abort() const;
 
  private:
   std::vector<GroupPtr> process_groups_;

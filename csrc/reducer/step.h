@@ -16,7 +16,7 @@ namespace commhooks {
 //                          |    | begin_step()       |
 //                          |____|                    |
 //                          |                         |
-//                          |_______ abandon() _______|___> Abandoned ---> Idle
+//                          |________ abort() ________|___> Aborted ---> Idle
 //
 //   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
 //   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
@@ -25,11 +25,19 @@ namespace commhooks {
 //   Draining    the hook has all buckets. The thread that ran backward (or, with manual
 //               finalization, calls finalize_backward()) waits for the results in bucket order,
 //               and writes them back.
-//   Abandoned   the step has failed. A thread waits until hooks have finished with the buckets.
+//   Aborted     the step has failed. A thread waits until hooks have finished with the buckets.
 //
-// The names are those of BucketPipeline. Every exception leads through abandon() to Idle, so that
-// the next forward starts clean.
-enum class Phase { Idle, Collecting, Draining, Abandoned };
+// The names are those of BucketPipeline. Every exception leads through abort() to Idle, so that the
+// next forward starts clean.
+//
+// Note [Abort, drain, close]
+// ~~~~~~~~~~~~~~~~~~~~~~~~~~
+// Things end in three ways, which C++ and Python call by the same names:
+//
+//   abort   at once, because something failed: what is in flight fails, and nobody uses it
+//   drain   finish what is in flight, and use it
+//   close   for good: nothing can begin after it
+enum class Phase { Idle, Collecting, Draining, Aborted };
 
 // The times of a step; the epoch of the clock means unknown.
 struct StepTimes {

@@ -11,8 +11,8 @@ namespace commhooks {
 // ~~~~~~~~~~~~~~~
 // Packing, hooks, waiting and writing back take long and may call Python, so they are not done
 // under a lock; instead, one thread at a time has the turn. It launches ready buckets, and when
-// backward has ended it waits for all buckets and writes them back; or it drops them if the step
-// has failed. Memory and futures of buckets belong to the thread that has the turn.
+// backward has ended it drains them: it waits for all buckets and writes them back. If the step
+// has failed, it aborts it. Memory and futures of buckets belong to the thread that has the turn.
 //   * A thread that completes a bucket while another one has the turn does not wait: before the
 //     turn ends, its holder looks for buckets that have become ready.
 //   * The thread that has the turn may take it again, because a hook or an observer may call a
@@ -21,21 +21,6 @@ namespace commhooks {
 //     is not ready before they have finished.
 // `mutex` guards the holder of the turn and all other bookkeeping of the reducer.
 class Turn {
-  // Requires `is_open()`. Returns false if the thread had the turn before.
-  bool take() {
-    return std::exchange(holder_, std::this_thread::get_id()) == std::thread::id();
-  }
-  void give_up() {
-    holder_ = {};
-  }
-  bool join() {
-    ++helpers_;
-    return true;
-  }
-  void leave() {
-    --helpers_;
-  }
-
  public:
   bool is_mine() const {
     return holder_ == std::this_thread::get_id();
@@ -48,40 +33,45 @@ class Turn {
     return helpers_ > 0;
   }
 
-  // What a thread is from `begin` to `end`, or until it is destroyed. Both require the mutex.
-  template <bool (Turn::*begin_)(), void (Turn::*end_)()>
-  class Role {
+  // Has the turn, or is a helper, until `end`, or until it is destroyed. The methods require the
+  // mutex.
+  class Part {
    public:
-    explicit Role(Turn& turn) : turn_(turn) {}
-    ~Role() {
-      if (has_begun_) {
+    explicit Part(Turn& turn) : turn_(turn) {}
+    ~Part() {
+      if (is_holder_ || is_helper_) {
         const Lock lock(turn_.mutex);
         end();
       }
     }
-    Role(const Role&) = delete;
-    Role& operator=(const Role&) = delete;
+    Part(const Part&) = delete;
+    Part& operator=(const Part&) = delete;
 
-    void begin() {
-      has_begun_ = (turn_.*begin_)();
+    // Requires `is_open()`. Has no effect if the thread has the turn already.
+    void take() {
+      is_holder_ |= !turn_.is_mine();
+      turn_.holder_ = std::this_thread::get_id();
+    }
+    void help() {
+      is_helper_ = true;
+      ++turn_.helpers_;
     }
     void end() {
-      if (std::exchange(has_begun_, false)) {
-        (turn_.*end_)();
-        turn_.changed.notify_all();
+      if (std::exchange(is_holder_, false)) {
+        turn_.holder_ = {};
       }
+      turn_.helpers_ -= std::exchange(is_helper_, false);
+      turn_.changed.notify_all();
     }
 
    private:
     Turn& turn_;
-    bool has_begun_ = false;
+    bool is_holder_ = false;
+    bool is_helper_ = false;
   };
 
   mutable std::mutex mutex;
   std::condition_variable changed;  // the turn, the helpers, or the phase of the step
-
-  using Holder = Role<&Turn::take, &Turn::give_up>;
-  using Helper = Role<&Turn::join, &Turn::leave>;
 
  private:
   std::thread::id holder_;  // none if nobody has the turn

@@ -37,10 +37,6 @@ void UnusedParameters::keep(
   }
 }
 
-void UnusedParameters::defer(Bucket& bucket, at::Tensor average) {
-  deferred_.emplace_back(&bucket, std::move(average));
-}
-
 void UnusedParameters::start_sharing(
     const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device) {
   std::vector<int> numbers(used_.begin(), used_.end());
@@ -78,21 +74,20 @@ UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<
   return everywhere;
 }
 
-std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywhere& everywhere) {
-  std::vector<Deferred> settled;
-  for (auto& [bucket, average] : std::exchange(deferred_, {})) {
-    Deferred deferred{bucket, std::move(average), {}};
+void UnusedParameters::write_deferred(
+    const Everywhere& everywhere,
+    const std::function<void(Bucket&, const at::Tensor&, const std::vector<size_t>&)>& write) {
+  std::erase_if(kept_, [&](const auto& kept) { return everywhere.used[kept.first]; });
+  for (const auto& [bucket, average] : std::exchange(deferred_, {})) {
+    std::vector<size_t> positions;
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
       const size_t index = bucket->indices()[position];
       if (!used_[index] && everywhere.used[index]) {
-        deferred.positions.push_back(position);
+        positions.push_back(position);
       }
     }
-    settled.push_back(std::move(deferred));
+    write(*bucket, average, positions);
   }
-  const auto used_elsewhere = [&](const auto& kept) { return everywhere.used[kept.first]; };
-  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), used_elsewhere), kept_.end());
-  return settled;
 }
 
 void UnusedParameters::restore(

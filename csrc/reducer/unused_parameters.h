@@ -4,6 +4,7 @@
 #include "reducer/bucket.h"
 #include "reducer/options.h"
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,9 @@ class UnusedParameters {
   void keep(
       const Bucket& bucket, const std::vector<at::Tensor>& parameters, const GradientStore& store);
   // Keeps `average`, which contains averages of such parameters.
-  void defer(Bucket& bucket, at::Tensor average);
+  void defer(Bucket& bucket, at::Tensor average) {
+    deferred_.emplace_back(&bucket, std::move(average));
+  }
 
   // Starts sending the use on this rank to the ranks of each group. `gradients`: the number of
   // gradients per parameter in one backward, or empty.
@@ -64,14 +67,11 @@ class UnusedParameters {
   // the other ranks and for the device; all work before it is only enqueued on the current stream.
   Everywhere finish_sharing(const std::vector<size_t>& group_of);
 
-  struct Deferred {
-    Bucket* bucket;
-    at::Tensor average;
-    std::vector<size_t> positions;  // of parameters that other ranks used, but this rank did not
-  };
-  // Returns the deferred averages to write, now that the use on all ranks is known, and drops the
-  // copies of the gradients of these parameters.
-  std::vector<Deferred> settle(const Everywhere& everywhere);
+  // Calls `write(bucket, average, positions)` for the deferred averages of parameters that other
+  // ranks used, but this rank did not, and drops the copies of the gradients of these parameters.
+  void write_deferred(
+      const Everywhere& everywhere,
+      const std::function<void(Bucket&, const at::Tensor&, const std::vector<size_t>&)>& write);
   // Keeps the result for later steps, as the graph is static.
   void remember(const Everywhere& everywhere) {
     always_used_ = everywhere.used;

@@ -40,6 +40,13 @@ class Lock {
     former_.push_back(std::make_shared<T>(std::exchange(place, std::move(value))));
   }
 
+  // Calls `function` without the mutex.
+  template <typename Function>
+  void without(Function function) {
+    lock_.unlock();
+    function();
+    lock_.lock();
+  }
   // Releases the mutex until `condition` holds.
   template <typename Condition>
   void wait(std::condition_variable& changed, Condition condition) {

@@ -117,7 +117,7 @@ def post_in_part(rank: int, size: int) -> str:
     dist.barrier()
     if rank == 2:
         del group
-        groups.abandon()
+        groups.abort()
         return "gone"
     pending = group.recv([torch.empty(1)], 1 - rank, 7)
     if rank == 0:

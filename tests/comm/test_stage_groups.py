@@ -67,12 +67,12 @@ class _Unreachable:
 
 def connect_beside_another_hook(rank: int, size: int) -> int:
     group, store = dist.distributed_c10d._get_default_group(), _Unreachable()
-    abandoned = StageGroups(group, 79)
-    abandoned._group_store = store  # type: ignore[assignment]
+    aborted = StageGroups(group, 79)
+    aborted._group_store = store  # type: ignore[assignment]
 
     def connect_in_vain() -> None:
         with pytest.raises(CommHookPeerError):
-            abandoned.open(0)
+            aborted.open(0)
 
     thread = threading.Thread(target=connect_in_vain)
     thread.start()
@@ -132,7 +132,7 @@ def open_two_stages(rank: int, size: int) -> list[list[int]]:
     for stage in range(2):
         groups.open(stage)
         found.append([len(watch._pairs) for watch in groups._watches])
-    groups.abandon()
+    groups.abort()
     found.append([len(watch._pairs) for watch in groups._watches])
     dist.barrier()
     return found
@@ -182,8 +182,8 @@ def close_what_is_in_use(rank: int, size: int) -> str:
     if rank == 0:
         buffer = torch.zeros(3)
         work = groups.open(1).recv([buffer], 1, 0)
-        groups.abandon([(0, (), 1)])
-        assert list(groups._abandoned) == [(0, (), 1)]  # the other one was not in use
+        groups.abort([(0, (), 1)])
+        assert list(groups._aborted) == [(0, (), 1)]  # the other one was not in use
         assert not work.is_completed()
         groups.close_connections()
         errors: list[str] = []
@@ -192,7 +192,7 @@ def close_what_is_in_use(rank: int, size: int) -> str:
         waits.join(10)
         failed = errors[0]
         groups.drop_unused(())
-        assert not groups._abandoned
+        assert not groups._aborted
     dist.barrier()
     return failed
 

@@ -133,7 +133,7 @@ def compiled_autograd(rank: int, world_size: int) -> None:
         with pytest.raises(Exception, match="does not work with compiled autograd"):
             run(inputs_of(rank, 0))
     torch._dynamo.reset()
-    model.reducer.abandon()
+    model.reducer.abort()
     model.zero_grad()
     model(inputs_of(rank, 0)).sum().backward()
     assert model.module.layers[0].weight.grad is not None

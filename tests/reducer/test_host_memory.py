@@ -423,7 +423,7 @@ def fails_alone(rank: int, world_size: int) -> tuple[str, str]:
     model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
     model(1.0).backward()
     model(1.0)  # rebuilds buckets
-    model.reducer.abandon()
+    model.reducer.abort()
     texts = []
     for attempt in range(2):
         loss = model(1.0)

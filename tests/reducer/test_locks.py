@@ -135,9 +135,9 @@ def let_things_die(rank: int, world_size: int) -> list[str]:
     engine.set_observer(None)
     engine.await_after_backward([future_of(spy("awaited"))])
     backward(model)  # rebuilds the buckets first
-    engine.await_after_backward([future_of(spy("abandoned"))])
+    engine.await_after_backward([future_of(spy("aborted"))])
     model(torch.ones(1, 4))
-    engine.abandon()
+    engine.abort()
     engine.set_keys(range(8))
     engine.set_hook(AverageHook(model.process_group))
     return dead
@@ -145,7 +145,7 @@ def let_things_die(rank: int, world_size: int) -> list[str]:
 
 def test_what_dies_may_ask_for_the_lock() -> None:
     for dead in run_ranks(let_things_die, 1, timeout=20):
-        assert set(dead) == {"hook", "buffer", "observer", "awaited", "abandoned"}
+        assert set(dead) == {"hook", "buffer", "observer", "awaited", "aborted"}
         assert dead.count("buffer") == 3 * 8 - 8  # those of the last step are set_keys' old buckets
 
 
@@ -225,7 +225,7 @@ def test_two_threads_pack_into_one_bucket() -> None:
 
 
 class Waiting:
-    """A hook whose results come when the step is abandoned, or at once."""
+    """A hook whose results come when the step is aborted, or at once."""
 
     def __init__(self) -> None:
         self.waits = False
@@ -240,27 +240,27 @@ class Waiting:
         self.pending.append(Future())
         return self.pending[-1]
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         while self.pending:
-            self.pending.pop().set_exception(ValueError("abandoned"))
+            self.pending.pop().set_exception(ValueError("aborted"))
 
 
-def end_steps(rank: int, world_size: int) -> None:
+def abort_steps(rank: int, world_size: int) -> None:
     model = make_model(1, find_unused_parameters=True)  # everything is written back at the end
     engine, hook = model.reducer, Waiting()
     engine.set_hook(hook)
     backward(model)
 
     # From a hook: nothing is left to be averaged.
-    hook.on_call = engine.abandon
+    hook.on_call = engine.abort
     backward(model)
     hook.on_call = None
     assert engine.steps == 1
     backward(model)
 
     # From an observer, while averages are written back.
-    engine.set_observer(lambda indices: engine.abandon())
-    with pytest.raises(RuntimeError, match="ended before all averages were written back"):
+    engine.set_observer(lambda indices: engine.abort())
+    with pytest.raises(RuntimeError, match="aborted before all averages were written back"):
         backward(model)
     engine.set_observer(None)
     assert engine.steps == 2
@@ -271,7 +271,7 @@ def end_steps(rank: int, world_size: int) -> None:
         hook.waits = True
         backward(model)
         with reading(lambda: _finalize(engine)):
-            engine.abandon()
+            engine.abort()
         hook.waits = False
         backward(model)
         engine.finalize_backward()
@@ -279,12 +279,12 @@ def end_steps(rank: int, world_size: int) -> None:
 
 
 def _finalize(engine: Any) -> None:
-    with suppress(ValueError):  # of abandon()
+    with suppress(ValueError):  # of abort()
         engine.finalize_backward()
 
 
-def test_steps_may_be_ended_at_any_time() -> None:
-    run_ranks(end_steps, 1, timeout=20)
+def test_steps_may_be_aborted_at_any_time() -> None:
+    run_ranks(abort_steps, 1, timeout=20)
 
 
 def finalize_twice(rank: int, world_size: int) -> None:

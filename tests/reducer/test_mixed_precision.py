@@ -139,7 +139,9 @@ def recurrent(rank: int, world_size: int) -> None:
     assert model.module.weight_hh_l0.grad.dtype == torch.float32
     assert model.module._flat_weights[0] is model.module.weight_ih_l0
     with torch.no_grad():
-        model(torch.ones(3, 2, 4))
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), [3, 2])
+        output, _ = model(packed)
+        assert output.data.dtype == torch.bfloat16
     assert isinstance(model.module.weight_ih_l0, nn.Parameter)
 
 

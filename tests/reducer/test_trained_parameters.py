@@ -564,9 +564,9 @@ def after_an_exception(model: Any, x: torch.Tensor) -> None:
         model.module.second(y).sum().backward()
 
 
-def abandoned(model: Any, x: torch.Tensor) -> None:
+def aborted(model: Any, x: torch.Tensor) -> None:
     y = model.module.first(x)
-    y.register_hook(lambda _gradient: model.reducer.abandon())
+    y.register_hook(lambda _gradient: model.reducer.abort())
     model(x)
     model.module.second(y).sum().backward()
 
@@ -595,7 +595,7 @@ EXPLAINED = [
     finalized_by_hand,
     uneven_inputs,
     after_an_exception,
-    abandoned,
+    aborted,
     shared_by_two_wrappers,
     detached,
 ]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
-from reducer.torch_internals import INHERITED
+from reducer.wrapper import INHERITED
 
 # Public attributes of torch's objects that describe its implementation.
 INTERNAL_ATTRIBUTES = {
@@ -127,10 +127,8 @@ def names(rank: int, world_size: int) -> None:
 
     model = DistributedDataParallel(make_net())
     x = torch.full((2, 4), float(rank))
-    assert model.to_kwargs((x, [x]), {"key": x}, torch.device("cpu")) == (
-        ((x, [x]),),
-        ({"key": x},),
-    )
+    (inputs,), (kwargs,) = model.to_kwargs((x, [x]), {"key": x}, 0)
+    assert all(it.equal(x) for it in (inputs[0], inputs[1][0], kwargs["key"]))
     assert model.logger is model
     assert model.device == torch.device("cpu")
     assert (model.device_ids, model.output_device) == (None, None)

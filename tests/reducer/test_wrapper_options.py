@@ -1,7 +1,6 @@
 """Newer arguments of the wrapper, group keys, and process groups of parameters."""
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -55,23 +54,6 @@ def cap_list(rank: int, world_size: int) -> None:
 
 def test_bucket_cap_list() -> None:
     run_ranks(cap_list, 2)
-
-
-def small_last(rank: int, world_size: int) -> None:
-    os.environ["DDP_SET_LAST_BUCKET_CAP"] = "1"
-    try:
-        layer = (36 + 6) * 4 / 2**20
-        model = DistributedDataParallel(make_net(), bucket_cap_mb_list=[layer, 2 * layer])
-    finally:
-        del os.environ["DDP_SET_LAST_BUCKET_CAP"]
-    assert_averaged(model, world_size, steps=1)
-    assert [len(names) for names in bucket_names(model)] == [2, 4, 4]
-    assert_averaged(model, world_size)
-    assert [len(names) for names in bucket_names(model)] == [4, 4, 2]
-
-
-def test_the_last_bucket_can_be_the_small_one() -> None:
-    run_ranks(small_last, 2)
 
 
 def delayed(rank: int, world_size: int, hook: str) -> None:

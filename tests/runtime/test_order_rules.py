@@ -169,7 +169,7 @@ def test_a_second_error_is_not_another_failure() -> None:
     scheduler.abort(CommHookError("first"))
     scheduler.abort(CommHookError("second"))
     groups.publish.assert_called_once_with("first")
-    groups.abandon.assert_called_once()
+    groups.abort.assert_called_once()
     assert others[-1].call.call_count == 1  # aborts the exchanges
 
 

@@ -293,7 +293,7 @@ class FSDPAdapter(Adapter):
         if not succeeded:
             self._error = self._last = None
             if self._runner is not None:
-                self._runner.abandon()
+                self._runner.abort()
             return
         if self._runner is not None:
             self._end_step(self._runner)

@@ -8,72 +8,48 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// Copies tensors to or from consecutive parts of a flat tensor, each in its own memory order.
-class FlatCopy {
- public:
-  explicit FlatCopy(const at::Tensor& flat)
-      : copier_(flat.device()), flat_(flat), next_(static_cast<char*>(flat.data_ptr())) {
+// Copies dense tensors to consecutive parts of a flat tensor, each in its own memory order, or from
+// there.
+void copy_flat(
+    const std::vector<at::Tensor>& tensors,
+    const at::Tensor& flat,
+    bool packs,
+    double scale,
+    const std::optional<at::Tensor>& finite) {
+  TORCH_CHECK_VALUE(
+      flat.is_contiguous(), "Expected a contiguous flat tensor, found strides ", flat.strides(),
+      ".");
+  TORCH_CHECK_VALUE(
+      !finite ||
+          (finite->scalar_type() == c10::kBool && finite->numel() == 1 &&
+           finite->device() == flat.device()),
+      "Expected `finite` to be one bool on ", flat.device(), ".");
+  const Copier copier(flat.device());
+  const auto dtype = tensors.empty() ? flat.scalar_type() : tensors.front().scalar_type();
+  std::vector<Piece> pieces;
+  int64_t used = 0;
+  for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK_VALUE(
-        flat.is_contiguous(), "Expected a contiguous flat tensor, found strides ", flat.strides(),
-        ".");
-  }
-
-  void pack(
-      const std::vector<at::Tensor>& tensors,
-      double scale,
-      const std::optional<at::Tensor>& finite) {
+        copier.copies_pieces(), "This build has no kernels for tensors on ", flat.device(), ".");
+    char* place = static_cast<char*>(flat.data_ptr()) + used * flat.itemsize();
+    used += tensor.numel();
     TORCH_CHECK_VALUE(
-        !finite ||
-            (finite->scalar_type() == c10::kBool && finite->numel() == 1 &&
-             finite->device() == flat_.device()),
-        "Expected `finite` to be one bool on ", flat_.device(), ".");
-    for (const at::Tensor& tensor : tensors) {
-      void* place = advance(tensor);
-      pieces_.push_back({tensor.const_data_ptr(), place, tensor.numel()});
-    }
-    copier_.copy_pieces(
-        pieces_, type_of(tensors), flat_.scalar_type(), scale, true, finite.value_or(at::Tensor()));
-  }
-
-  void unpack(const std::vector<at::Tensor>& tensors, double scale) {
-    for (const at::Tensor& tensor : tensors) {
-      const void* place = advance(tensor);
-      pieces_.push_back({place, tensor.mutable_data_ptr(), tensor.numel()});
-    }
-    copier_.copy_pieces(pieces_, flat_.scalar_type(), type_of(tensors), scale, true, {});
-  }
-
- private:
-  void* advance(const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(
-        copier_.copies_pieces(), "This build has no kernels for tensors on ", flat_.device(), ".");
-    TORCH_CHECK_VALUE(
-        tensor.is_non_overlapping_and_dense() && tensor.device() == flat_.device() &&
-            (used_ += tensor.numel()) <= flat_.numel(),
-        "Expected dense tensors on ", flat_.device(), " with at most ", flat_.numel(),
+        tensor.is_non_overlapping_and_dense() && tensor.device() == flat.device() &&
+            used <= flat.numel(),
+        "Expected dense tensors on ", flat.device(), " with at most ", flat.numel(),
         " elements in total, found shape ", tensor.sizes(), " with strides ", tensor.strides(),
         " on ", tensor.device(), ".");
-    void* place = next_;
-    next_ += tensor.numel() * flat_.itemsize();
-    return place;
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == dtype, "Expected tensors of one dtype, found ", dtype, " and ",
+        tensor.scalar_type(), ".");
+    pieces.push_back(
+        packs ? Piece{tensor.const_data_ptr(), place, tensor.numel()}
+              : Piece{place, tensor.mutable_data_ptr(), tensor.numel()});
   }
-
-  c10::ScalarType type_of(const std::vector<at::Tensor>& tensors) const {
-    for (const at::Tensor& tensor : tensors) {
-      TORCH_CHECK_VALUE(
-          tensor.scalar_type() == tensors.front().scalar_type(),
-          "Expected tensors of one dtype, found ", tensors.front().scalar_type(), " and ",
-          tensor.scalar_type(), ".");
-    }
-    return tensors.empty() ? flat_.scalar_type() : tensors.front().scalar_type();
-  }
-
-  Copier copier_;
-  at::Tensor flat_;
-  char* next_;
-  int64_t used_ = 0;
-  std::vector<Piece> pieces_;
-};
+  copier.copy_pieces(
+      pieces, packs ? dtype : flat.scalar_type(), packs ? flat.scalar_type() : dtype, scale, true,
+      finite.value_or(at::Tensor()));
+}
 
 }  // namespace
 
@@ -81,7 +57,9 @@ void register_packing(py::module_& module) {
   module.def(
       "pack",
       [](const std::vector<at::Tensor>& tensors, const at::Tensor& flat, double scale,
-         const std::optional<at::Tensor>& finite) { FlatCopy(flat).pack(tensors, scale, finite); },
+         const std::optional<at::Tensor>& finite) {
+        copy_flat(tensors, flat, /*packs=*/true, scale, finite);
+      },
       py::arg("tensors"), py::arg("flat"), py::arg("scale") = 1.0, py::arg("finite") = py::none(),
       py::call_guard<py::gil_scoped_release>(),
       R"(
@@ -92,7 +70,7 @@ Raises ValueError if tensors do not fit, or if `has_kernels` is false.)");
   module.def(
       "unpack",
       [](const at::Tensor& flat, const std::vector<at::Tensor>& tensors, double scale) {
-        FlatCopy(flat).unpack(tensors, scale);
+        copy_flat(tensors, flat, /*packs=*/false, scale, {});
       },
       py::arg("flat"), py::arg("tensors"), py::arg("scale") = 1.0,
       py::call_guard<py::gil_scoped_release>(),

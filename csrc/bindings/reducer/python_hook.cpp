@@ -129,16 +129,16 @@ std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>
   });
 }
 
-void PythonHook::abandon() {
+void PythonHook::abort() {
   if (!can_release()) {
     return;
   }
   py::gil_scoped_acquire gil;
-  if (py::hasattr(*function_, "abandon")) {
+  if (py::hasattr(*function_, "abort")) {
     try {
-      function_->attr("abandon")();
+      function_->attr("abort")();
     } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("the abandon() of a communication hook");
+      error.discard_as_unraisable("abort() of a communication hook");
     }
   }
 }

@@ -8,7 +8,7 @@
 namespace commhooks {
 
 // Calls `function(bucket)`, which returns a torch.futures.Future of one tensor. If `function` has
-// an attribute `abandon`, it is called when a step ends early; if it has a `name`, profiles show
+// an attribute `abort`, it is called when a step ends early; if it has a `name`, profiles show
 // it; if its `checks_finite` is true, packing checks whether gradients are finite.
 class PythonHook final : public Hook {
  public:
@@ -21,7 +21,7 @@ class PythonHook final : public Hook {
     return format_;
   }
   std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
-  void abandon() override;
+  void abort() override;
 
  private:
   std::shared_ptr<pybind11::object> function_;

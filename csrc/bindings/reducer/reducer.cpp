@@ -145,27 +145,17 @@ A way for ranks to average that needs the memory of the buckets.)")
       .def_property_readonly("name", &Transport::name);
 
   py::class_<HostGroup, Transport, std::shared_ptr<HostGroup>>(module, "HostGroup", R"(
-Ranks of one host, which average through memory that they share. csrc/host/host_group.h describes
-how. Raises RuntimeError if the system lacks what is needed.)")
+Ranks of one host, which average through memory that they share. Raises RuntimeError if the system
+lacks what is needed. csrc/host/host_group.h describes the methods.)")
       .def(py::init(&HostGroup::create), release_gil())
-      .def_property_readonly(
-          "address", &HostGroup::address, "What the other ranks need to know to connect.")
-      .def("connect", &HostGroup::connect, py::arg("addresses"), release_gil(), R"(
-Connect the ranks of this host, by their numbers in the process group.)")
-      .def("check_room", &HostGroup::check_room, py::arg("shared"), py::arg("mapped"), R"(
-Raise RuntimeError unless this process may share `shared` bytes more, and map `mapped`.)")
+      .def_property_readonly("address", &HostGroup::address)
+      .def("connect", &HostGroup::connect, py::arg("addresses"), release_gil())
+      .def("check_room", &HostGroup::check_room, py::arg("shared"), py::arg("mapped"))
       .def_property_readonly("ranks", &HostGroup::ranks)
-      .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
-Return the group in whose memory `tensor` is, or None.)")
-      .def("allocate", &HostGroup::allocate, py::arg("numel"), py::arg("dtype"), release_gil(), R"(
-Return uninitialized memory, flat.)")
-      .def("offset_of", &HostGroup::offset_of, py::arg("tensor"), R"(
-Return the place of `tensor`, of this group, as `tensors_at` of other ranks takes it.)")
-      .def(
-          "tensors_at", &HostGroup::tensors_at, py::arg("offsets"), py::arg("own"), release_gil(),
-          R"(
-Return the tensors that ranks have at these offsets, like `own`, by rank. They are not copies: agree
-with the ranks on who writes when.)")
+      .def_static("of", &HostGroup::of, py::arg("tensor"))
+      .def("allocate", &HostGroup::allocate, py::arg("numel"), py::arg("dtype"), release_gil())
+      .def("offset_of", &HostGroup::offset_of, py::arg("tensor"))
+      .def("tensors_at", &HostGroup::tensors_at, py::arg("offsets"), py::arg("own"), release_gil())
       .def_static("mean_of", &mean_of, py::arg("tensors"), py::arg("out"), release_gil(), R"(
 Write the mean of flat tensors, of the dtype and size of `out`, to it. Half precision is summed in
 fp32.)")
@@ -190,7 +180,6 @@ Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype o
       .def_readwrite("key_groups", &Options::key_groups)
       .def_readwrite("late_key", &Options::late_key)
       .def_readwrite("bucket_bytes", &Options::bucket_bytes)
-      .def_readwrite("small_last_bucket", &Options::small_last_bucket)
       .def_readwrite("find_unused_parameters", &Options::find_unused_parameters)
       .def_readwrite("static_graph", &Options::static_graph)
       .def_readwrite("gradient_as_bucket_view", &Options::gradient_as_bucket_view)
@@ -267,7 +256,7 @@ launch, hook, wait or unpack), index (of the parameter for gradient, of the step
 drain, else of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for gradient).
 Activity hook also has key and names of the bucket, and hook, the name of the hook. The order is
 unspecified.)")
-      .def("abandon", in_pipeline(&Pipeline::abandon), release_gil())
+      .def("abort", in_pipeline(&Pipeline::abort), release_gil())
       .def("bucket_stats", &bucket_stats, R"(
 Return one dict per bucket: index, names, key, indices (of parameters), gradient_bytes, group
 (the index of its reduction group, 0 for the hook that was set), is_sparse, ranks (the number of

@@ -6,8 +6,6 @@
 namespace commhooks {
 
 void register_grad_bucket(pybind11::module_& module);
-void register_peers();
-void register_module_changes(pybind11::module_& module);
 void register_packing(pybind11::module_& module);
 void register_reducer(pybind11::module_& module);
 
