@@ -52,7 +52,7 @@ import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -60,13 +60,25 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.elastic import Elastic
-from commhooks.hook.model_info import ModelInfo
 from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import EXTRA_STATE, StateField, entry_problem
 from reducer import GradBucket
 from reducer.native import NativeHook
 
 TensorState = dict[str, dict[str, Tensor]]
+Role: TypeAlias = Literal["embedding", "output"]
+"""The role of a parameter in its model, see :func:`commhooks.hook.roles.roles_of`."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model beyond its parameters."""
+
+    roles: Mapping[str, Role] | None = None
+    """The roles of the parameters that have one; None if they are unknown."""
+    units: Sequence[Sequence[str]] | None = None
+    """The parameters of each bucket, if they never change: the units of a model that is sharded
+    with FSDP2, in its order. None on other models."""
 
 
 @dataclass

@@ -6,8 +6,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.hook.base import CommHook, tree
-from commhooks.hook.model_info import ModelInfo, Role
+from commhooks.hook.base import CommHook, ModelInfo, Role, tree
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

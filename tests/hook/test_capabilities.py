@@ -12,8 +12,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.wrappers.table import check_candidate, residual_of
-from commhooks.hook.base import tree
-from commhooks.hook.model_info import ModelInfo
+from commhooks.hook.base import ModelInfo, tree
 from commhooks.hook.roles import prepare
 from commhooks.hook.state import StateField
 from commhooks.lab.comparison.entry import Entry

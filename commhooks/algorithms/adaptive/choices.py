@@ -9,8 +9,7 @@ from torch import Tensor
 
 from commhooks.algorithms.wrappers.route import Rule, predicate_of
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
-from commhooks.hook.model_info import Role
+from commhooks.hook.base import CommHook, Role
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Group, Plan

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, Role
 from commhooks.hook.derived_bucket import BucketPart, Progress
-from commhooks.hook.model_info import Role
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, Role, tree
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.model_info import Role
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.precision import at_least_float32

@@ -40,9 +40,8 @@ from commhooks.costs.step_trace import (
     merged_work,
 )
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, Role
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.model_info import Role
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.hook.spec import HookSpec
