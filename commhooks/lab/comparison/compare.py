@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,6 @@ from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import (
     Conditions,
     Experiment,
-    Figures,
     ProgressCallback,
     Setting,
 )
@@ -147,7 +145,6 @@ def compare(
         notes=notes,
         failures=[Failure(text, None, reason) for text, reason in reasons.items()],
     )
-    report = Report(experiment)
     try:
         if ranks is None:
             experiment.run(measured)
@@ -155,146 +152,110 @@ def compare(
             experiment.run_on_hosts(ranks)
     except KeyboardInterrupt:
         notes.append("interrupted: the figures are those of the steps before")
-        found = report.comparison(links, complete=False)
+        found = result_of(experiment, links)
         if not found.rows:
             raise
         raise ComparisonInterrupted(found) from None
-    found = report.comparison(links, complete=True)
+    found = result_of(experiment, links, complete=True)
     return replace(found, measuring_seconds=time.monotonic() - start)
 
 
-@dataclass(frozen=True)
-class Report:
-    """Makes rows from the measurements of an ``experiment``, and from predictions."""
+def result_of(
+    experiment: Experiment, links: Sequence[float] = (), *, complete: bool = False
+) -> Comparison:
+    """Return the result of the first setting and of links, predicted if not measured.
 
-    experiment: Experiment
+    Unless ``complete``, links that can be neither measured nor predicted are left out.
+    """
+    conditions, study = experiment.conditions, experiment.study
+    first, *others = experiment.settings or [Setting("nothing")]
+    local = experiment.figures(first)
+    nbytes = experiment.model.gradient_bytes
+    plain_bytes = all_reduce_bytes(nbytes, conditions.world_size)
+    break_even = {}
+    if study is not None:
+        rates = {name: study.break_even(name) for name in study.hooks.keys() - {TORCH.name}}
+        break_even = {name: found.below if found else 0.0 for name, found in rates.items()}
 
-    def comparison(self, links: Sequence[float], *, complete: bool) -> Comparison:
-        """Return the result of the first setting and of links, predicted if not measured.
-
-        Unless ``complete``, links that can be neither measured nor predicted are left out.
-        """
-        experiment = self.experiment
-        rows = [row for setting in experiment.settings[:1] for row in self._measured(setting)]
-        failures = list(experiment.failures)
-        of_links = {setting.bits_per_second: setting for setting in experiment.settings[1:]}
-        for rate in links if experiment.settings else ():
-            found = self._measured(of_links[rate]) if rate in of_links else []
-            if not found and (complete or experiment.study is not None):
-                found = self._predicted(rate)
-                known = {failure.hook for failure in failures}
-                failures += [
-                    Failure(name, format_rate(rate), reason)
-                    for name, reason in experiment.unpredicted.items()
-                    if name not in known
-                ]
-            rows += found
-        conditions = experiment.conditions
-        return Comparison(
-            str(conditions.workload.model),
-            conditions.world_size,
-            conditions.steps,
-            describe_machine(conditions.workload.device),
-            tuple(experiment.notes),
-            tuple(rows),
-            tuple(experiment.pairs),
-            tuple(failures),
-            alone_seconds=experiment.alone_seconds,
-        )
-
-    def _measured(self, setting: Setting) -> list[Row]:
-        figures = self.experiment.figures(setting)
-        if TORCH.name not in figures:
-            return []  # interrupted
-        seconds = {name: found.step_seconds for name, found in figures.items()}
-        return [
-            self._row(
-                name,
-                seconds,
-                setting.bits_per_second,
-                link=setting.name,
-                measured=True,
-                step_spread_seconds=found.step_spread_seconds,
-                exposed_seconds=found.exposed_seconds,
-                waited_seconds=found.waited_seconds,
-                training=tuple(setting.training.get(name, ())),
+    def predicted(name: str, rate: float) -> float:
+        if study is None:
+            raise ComparisonError(
+                f"{format_rate(rate)} can be neither measured nor predicted: {experiment.no_study}"
             )
-            for name, found in figures.items()
-        ]
+        return local[name].step_seconds if name == BARE.name else study.step_seconds(name, rate)
 
-    def _predicted(self, rate: float) -> list[Row]:
-        """Return rows with the training of the first setting, at the predicted times."""
-        experiment = self.experiment
-        left_out = {failure.hook for failure in experiment.failures} | experiment.unpredicted.keys()
-        names = [entry.name for entry in experiment.entries if entry.name not in left_out]
-        seconds = {name: self._step_seconds(name, rate) for name in names}
-        trained = experiment.settings[0].training
-        return [
-            self._row(
-                name,
-                seconds,
-                rate,
-                link=format_rate(rate),
-                measured=False,
-                exposed_seconds=seconds[name] - self._local[BARE.name].step_seconds,
-                training=tuple(
-                    replace(point, seconds=point.step * seconds[name])
-                    for point in trained.get(name, ())
-                ),
-            )
-            for name in names
-        ]
-
-    def _row(
-        self, name: str, seconds: Mapping[str, float], rate: float | None, **figures: Any
-    ) -> Row:
-        """Return the row of an entry over one link, with what is the same over all links.
-
-        ``seconds``: those of a step, by entry. ``rate``: None unless the link is a rate.
-        """
-        first_steps = self.experiment.settings[0].first_steps[name]
-        wire_bytes = self._local[name].wire_bytes
-        bare = self._local[BARE.name].step_seconds
-        nbytes = self.experiment.model.gradient_bytes
-        plain_bytes = all_reduce_bytes(nbytes, self.experiment.conditions.world_size)
-        study = self.experiment.study
+    def row(name: str, over: Setting, seconds: Mapping[str, float], **figures: Any) -> Row:
+        """Return the row of an entry; ``seconds`` are those of a step over the link, by entry."""
+        rate, wire_bytes = over.bits_per_second, local[name].wire_bytes
         is_simulated = study is not None and name in {BARE.name, *study.hooks}
         return Row(
             hook=name,
+            link=over.name,
             bits_per_second=rate,
             step_seconds=seconds[name],
             to_torch=seconds[name] / seconds[TORCH.name],
-            floor_seconds=8 * wire_bytes / rate + bare if rate else None,
-            predicted_seconds=self._step_seconds(name, rate) if rate and is_simulated else None,
+            floor_seconds=8 * wire_bytes / rate + local[BARE.name].step_seconds if rate else None,
+            predicted_seconds=predicted(name, rate) if rate and is_simulated else None,
             gradient_bytes=nbytes,
             wire_bytes=wire_bytes,
             ratio=plain_bytes / wire_bytes if wire_bytes else None,
-            error=first_steps.error,
-            peak_bytes=first_steps.peak_bytes,
-            break_even_bits_per_second=self._break_even.get(name),
+            error=first.first_steps[name].error,
+            peak_bytes=first.first_steps[name].peak_bytes,
+            break_even_bits_per_second=break_even.get(name),
             **figures,
         )
 
-    @cached_property
-    def _local(self) -> dict[str, Figures]:
-        """The figures of the first setting."""
-        return self.experiment.figures(self.experiment.settings[0])
-
-    @cached_property
-    def _break_even(self) -> dict[str, float]:
-        """The rates below which hooks are faster than torch DDP, by name; 0 for never."""
-        if (study := self.experiment.study) is None:
-            return {}
-        rates = {name: study.break_even(name) for name in study.hooks.keys() - {TORCH.name}}
-        return {name: found.below if found else 0.0 for name, found in rates.items()}
-
-    def _step_seconds(self, name: str, rate: float) -> float:
-        """Predict a step over links of this rate."""
-        if (study := self.experiment.study) is None:
-            raise ComparisonError(
-                f"{format_rate(rate)} can be neither measured nor predicted: "
-                f"{self.experiment.no_study}"
+    rows, failures = list[Row](), list(experiment.failures)
+    measured = {setting.bits_per_second: setting for setting in others}
+    for rate in (None, *links) if TORCH.name in local else ():  # not if interrupted before
+        over = first if rate is None else measured.get(rate, Setting(format_rate(rate), rate))
+        if TORCH.name in (figures := experiment.figures(over)):
+            seconds = {name: found.step_seconds for name, found in figures.items()}
+            rows += (
+                row(
+                    name,
+                    over,
+                    seconds,
+                    measured=True,
+                    step_spread_seconds=found.step_spread_seconds,
+                    exposed_seconds=found.exposed_seconds,
+                    waited_seconds=found.waited_seconds,
+                    training=tuple(over.training.get(name, ())),
+                )
+                for name, found in figures.items()
             )
-        if name == BARE.name:
-            return self._local[name].step_seconds
-        return study.step_seconds(name, rate)
+        elif rate is not None and (complete or study is not None):
+            failed = {failure.hook for failure in failures}
+            left_out = failed | experiment.unpredicted.keys()
+            names = [entry.name for entry in experiment.entries if entry.name not in left_out]
+            seconds = {name: predicted(name, rate) for name in names}
+            rows += (
+                row(
+                    name,
+                    over,
+                    seconds,
+                    measured=False,
+                    exposed_seconds=seconds[name] - local[BARE.name].step_seconds,
+                    training=tuple(  # of the first setting, at the predicted times
+                        replace(point, seconds=point.step * seconds[name])
+                        for point in first.training.get(name, ())
+                    ),
+                )
+                for name in names
+            )
+            failures += (
+                Failure(name, over.name, reason)
+                for name, reason in experiment.unpredicted.items()
+                if name not in failed
+            )
+    return Comparison(
+        str(conditions.workload.model),
+        conditions.world_size,
+        conditions.steps,
+        describe_machine(conditions.workload.device),
+        tuple(experiment.notes),
+        tuple(rows),
+        tuple(experiment.pairs),
+        tuple(failures),
+        alone_seconds=experiment.alone_seconds,
+    )

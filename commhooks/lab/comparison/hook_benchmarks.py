@@ -26,7 +26,7 @@ from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, HookSpec
-from commhooks.lab.comparison.compare import Report
+from commhooks.lab.comparison.compare import result_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Conditions, Experiment, Task, timing_tasks
 from commhooks.lab.comparison.remote import FirstSteps
@@ -108,7 +108,7 @@ class _Group:
         """
         self._do(timing_tasks(self._experiment.entries, self._experiment.conditions.steps))
         self._experiment.measure_alone(self._ranks)
-        found = Report(self._experiment).comparison((), complete=False)
+        found = result_of(self._experiment)
         rows = {row.hook: row for row in found.rows}
         for name, benchmark in self.benchmarks:
             row = rows.get(name)
