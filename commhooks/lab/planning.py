@@ -129,7 +129,7 @@ def measure_groups(
     reasons: dict[str, str] = {}
     outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:
-        gloo = measure_gloo(ranks)
+        gloo: Gloo = ranks(measure_gloo)[0]
         ranks.make(_Side, job, tuple(exact), world_size)
         groups, step = ranks.do(_Side.prepared)[0]
         for hook in hooks:

@@ -108,10 +108,14 @@ def dry_run(
     gc.collect()  # its state may be as large as the model, and other sizes follow
     found = []
     for step, share in shares.items():
-        traces = [
-            _with_delay(_fastest(of_bucket), delays.get(step, 0))
-            for of_bucket in zip(*(run[step] for run in runs), strict=True)
-        ]
+        delay = delays.get(step, 0)
+        traces = []
+        for of_bucket in zip(*(run[step] for run in runs), strict=True):
+            # What a hook sends may depend on its state, which the last run has.
+            is_alike = len({trace.structure for trace in of_bucket}) == 1
+            fastest = merged_work(of_bucket[::-1], min) if is_alike else of_bucket[-1]
+            exchanges = tuple(replace(each, steps=delay) for each in fastest.exchanges)
+            traces.append(replace(fastest, exchanges=exchanges))
         found.append((share, StepTrace(tuple(traces), 0.0, is_native=False)))
     return found
 
@@ -201,7 +205,7 @@ class _Tracer:
                 continue  # nothing is sent, so the hook's work continues
             local.append(seconds)
             seconds = 0.0
-            group = _FakeStageGroup(members)
+            group = _FakeGroup(members)
             pending.start(cast("dist.ProcessGroup", group))
             collectives.append(
                 Collective(
@@ -210,18 +214,6 @@ class _Tracer:
                     Members.of(pending.members, self._size, self._ranks_per_node, pending.parallel),
                 )
             )
-
-
-def _with_delay(trace: BucketTrace, steps: int) -> BucketTrace:
-    exchanges = tuple(replace(exchange, steps=steps) for exchange in trace.exchanges)
-    return replace(trace, exchanges=exchanges)
-
-
-def _fastest(traces: Sequence[BucketTrace]) -> BucketTrace:
-    """Return the last trace with the shortest seconds of all."""
-    if len({trace.structure for trace in traces}) > 1:
-        return traces[-1]  # what the hook sends depends on its state, which the last run has
-    return merged_work(traces[::-1], min)
 
 
 def fake_group(size: int) -> dist.ProcessGroup:
@@ -307,27 +299,20 @@ def as_launched(ranks_per_node: int) -> AbstractContextManager[object]:
 
 
 class _FakeGroup:
-    """The methods that hooks and communicators call on the model's process group."""
+    """The methods of a process group that hooks and communicators call, among equal ranks.
+
+    ``tensor_bytes`` are those that rank 0 passed to the last collective.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.tensor_bytes = 0
 
     def rank(self) -> int:
         return 0
 
     def size(self) -> int:
         return self._size
-
-
-class _FakeStageGroup(_FakeGroup):
-    """Executes one collective among ``size`` equal ranks, and keeps the bytes that a rank passed.
-
-    The methods are those of a process group that :class:`commhooks.Communicator` calls.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.tensor_bytes = 0
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
         (tensor,) = tensors

@@ -137,7 +137,7 @@ def measure(
         check_kernels(map(hook_spec, hooks), job.device)
         with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
-    gloo = measure_gloo(ranks)
+    gloo: Gloo = ranks(measure_gloo)[0]
     ranks.make(RankSide, job, busy)
     dry_runs: dict[str, DryRuns] = {}
     reasons: dict[str, str] = {}
@@ -235,12 +235,6 @@ class RankSide:
         return DryRuns({size: run(size=size) for size in sizes}, self.job.ranks_per_node)
 
 
-def measure_gloo(ranks: Ranks) -> Gloo:
-    """Measure with the first two of ``ranks``, on their CPUs, while the others are idle."""
-    rates: Gloo = ranks(_measure_pair)[0]
-    return rates
-
-
 @dataclass
 class _Chain(CommHook):
     """Awaits small all-reduces one after the other, as a hook with many stages does."""
@@ -252,7 +246,8 @@ class _Chain(CommHook):
         return bucket.buffer()
 
 
-def _measure_pair(rank: int) -> Gloo | None:
+def measure_gloo(rank: int) -> Gloo | None:
+    """Measure between ranks 0 and 1, on their CPUs, while the others are idle."""
     pair = dist.new_group([0, 1], backend=Gloo.name)
     if rank > 1:
         return None
@@ -260,26 +255,21 @@ def _measure_pair(rank: int) -> Gloo | None:
     register(model, _Chain())
     large = torch.zeros(_LARGE_BYTES // 4)
 
-    def time_all(work: Callable[[], object]) -> list[tuple[float, float]]:
-        return [_time(work, pair) for _ in range(_REPEATS)]
+    def least(work: Callable[[], object]) -> tuple[float, float]:
+        """Return seconds of the clock, and of all threads on cores, with the least other work."""
+        wall, cpu = [], []
+        for _ in range(_REPEATS):
+            dist.barrier(pair)
+            start = time.perf_counter(), time.process_time()
+            work()
+            wall.append(time.perf_counter() - start[0])
+            cpu.append(time.process_time() - start[1])
+        return min(wall[1:]), min(cpu[1:])  # the first run also opens the connections
 
-    chains = time_all(lambda: model(torch.ones(1, 4)).sum().backward())
-    transfers = time_all(lambda: dist.all_reduce(large, group=pair))
+    chain_wall, chain_cpu = least(lambda: model(torch.ones(1, 4)).sum().backward())
+    _, transfer_cpu = least(lambda: dist.all_reduce(large, group=pair))
     return Gloo(
-        round_seconds=_least(chains, 0) / _ROUNDS,
-        message_cpu_seconds=_least(chains, 1) / _ROUNDS,
-        byte_cpu_seconds=_least(transfers, 1) / _LARGE_BYTES,
+        round_seconds=chain_wall / _ROUNDS,
+        message_cpu_seconds=chain_cpu / _ROUNDS,
+        byte_cpu_seconds=transfer_cpu / _LARGE_BYTES,
     )
-
-
-def _time(work: Callable[[], object], pair: dist.ProcessGroup) -> tuple[float, float]:
-    """Return seconds of the clock, and seconds of all threads on cores."""
-    dist.barrier(pair)
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def _least(times: list[tuple[float, float]], which: int) -> float:
-    """Return the time with the least other work; the first run also opens the connections."""
-    return min(pair[which] for pair in times[1:])
