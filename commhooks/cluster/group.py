@@ -1,6 +1,7 @@
 """The default process group of rank processes."""
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,10 +32,8 @@ def join_group(
     address: str,
     port: int,
     timeout: float,
-    *,
     backend: str = "gloo",
-    hosts_store: bool = False,
-    host: str | None = None,
+    hosts: Sequence[str] = (),
 ) -> None:
     """Join the default process group whose store is at ``address``; return when all ranks have.
 
@@ -45,13 +44,14 @@ def join_group(
         port: TCP port of the store.
         timeout: of each collective, and of connecting, in seconds.
         backend: "gloo" or "nccl"; with "nccl", each rank takes a CUDA device: :func:`take_device`.
-        hosts_store: whether this rank hosts the store.
-        host: the network namespace that stands for a host, if there is one.
+        hosts: the network namespaces of the ranks, if they are in some; rank 0 then hosts the
+            store, because its parent is in none of them.
     """
     seconds = timedelta(seconds=timeout)
-    store = TCPStore(address, port, is_master=hosts_store, timeout=seconds, wait_for_workers=False)
+    is_master = bool(hosts) and rank == 0
+    store = TCPStore(address, port, is_master=is_master, timeout=seconds, wait_for_workers=False)
     if family_named(backend) == NCCL:
-        take_device(rank, world_size, host)
+        take_device(rank, world_size, hosts[rank] if hosts else None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
     if backend == GLOO:
         dist.barrier()  # a rank that leaves before another one has connected makes that one fail

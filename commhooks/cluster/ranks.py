@@ -142,7 +142,7 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         else:  # in whose namespaces this process is not
             place, hosts = (self._link.address, _PORT), self._link.hosts
         try:
-            self(_join, self.world_size, *place, self._timeout, self.device.backend, hosts)
+            self(join_group, self.world_size, *place, self._timeout, self.device.backend, hosts)
         except BaseException:
             self.close()
             raise
@@ -161,17 +161,6 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _join(rank: int, *args: Any) -> None:
-    *place, backend, hosts = args
-    join_group(
-        rank,
-        *place,
-        backend=backend,
-        hosts_store=bool(hosts) and rank == 0,
-        host=hosts[rank] if hosts else None,
-    )
 
 
 class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
