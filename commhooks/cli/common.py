@@ -247,22 +247,18 @@ def cluster_options(command: _Function) -> Callable[..., Any]:
     return found
 
 
-def with_references(specs: Iterable[HookSpec], *references: str) -> list[HookSpec]:
-    """Return each hook once, with those that others are compared with first."""
-    found = {name: hook_spec(name) for name in references}
-    return list((found | {spec.text: spec for spec in specs}).values())
-
-
 def usable_hooks(
     texts: Iterable[str],
     model: str,
     backend: str,
+    *references: str,
     check: Callable[[CommHook], None] = lambda _: None,
 ) -> tuple[list[HookSpec], dict[str, str]]:
     """Return the hooks that can be used on a backend, and by text why others cannot.
 
-    The module of the model may register hooks. ``check`` raises CommHookError for other reasons.
-    Raises CommHookError if no hook is left.
+    The ``references``, with which they are compared, come first. The module of the model may
+    register hooks. ``check`` raises CommHookError for other reasons. Raises CommHookError if no
+    hook is left.
     """
     if ":" in model:
         load_callable(model)
@@ -275,10 +271,10 @@ def usable_hooks(
             reasons[spec.text] = reason_of(error)
         if backend not in hook.backends:
             reasons[spec.text] = f"supports {', '.join(hook.backends)}; found --backend {backend}"
-    usable = [spec for spec in specs if spec.text not in reasons]
+    usable = {spec.text: spec for spec in specs if spec.text not in reasons}
     if reasons and not usable:
         raise CommHookError("; ".join(f"{text}: {reason}" for text, reason in reasons.items()))
-    return usable, reasons
+    return list(({name: hook_spec(name) for name in references} | usable).values()), reasons
 
 
 def show_failures(reasons: Mapping[str, str], *, is_error: bool = True) -> None:

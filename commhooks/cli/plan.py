@@ -20,7 +20,6 @@ from commhooks.cli.common import (
     model_options,
     show_failures,
     usable_hooks,
-    with_references,
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
@@ -91,7 +90,13 @@ def plan(
     limits. Use a saved plan with commhooks.register(model, "auto", plan="plan.json"). A candidate
     that fails is left out, and a line says why; the exit status is then 1 if you have named it.
     """
-    specs, reasons = _specs(candidates, model, cluster.backend)
+    specs, reasons = usable_hooks(
+        candidates or default_specs(),
+        model,
+        cluster.backend,
+        BASELINE,
+        check=lambda hook: check_candidate(hook, "candidates"),
+    )
     if isinstance(error, HookSpec):
         check_candidate(error.create(), "--error")
     network = cluster.network
@@ -124,16 +129,3 @@ def plan(
     saved = found.before.exposed_seconds
     Console().print(cost_of_measuring(measuring_seconds, saved), highlight=False)
     show_failures(reasons, is_error=bool(candidates))
-
-
-def _specs(
-    candidates: Sequence[str], model: str, backend: str
-) -> tuple[list[HookSpec], dict[str, str]]:
-    """Return each usable candidate once, plain averaging first, and why others are not usable."""
-    usable, reasons = usable_hooks(
-        candidates or default_specs(),
-        model,
-        backend,
-        lambda hook: check_candidate(hook, "candidates"),
-    )
-    return with_references(usable, BASELINE), reasons

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 from commhooks import algorithms
 from commhooks.costs.timeline import Span, Timing
 from commhooks.costs.units import format_duration, format_rate
-from commhooks.lab.comparison import Comparison, Row
+from commhooks.lab.comparison import Comparison
 from commhooks.lab.simulation import Study
 from commhooks.planning import Plan, Problem
 
@@ -52,7 +52,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
 def panels(comparison: Comparison) -> list[Panel]:
     """Return the functions that draw the parts of the image."""
     trained = [
-        link for link in comparison.links if any(row.training for row in _rows(comparison, link))
+        link for link in comparison.links if any(row.training for row in comparison.over(link))
     ]
     found: list[Panel] = [partial(_draw_times, comparison=comparison)]
     found += [partial(_draw_training, comparison=comparison, link=link) for link in trained]
@@ -137,7 +137,7 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
     assert figure is not None
     figure.set_figheight(max(_HEIGHT, 1.2 + _BAR_HEIGHT * bars))  # names must not overlap
     for index, link in enumerate(comparison.links):
-        rows = _rows(comparison, link)
+        rows = comparison.over(link)
         positions = [hooks.index(row.hook) + index * height for row in rows]
         measured = rows[0].measured
         axes.barh(
@@ -171,7 +171,7 @@ def _draw_training(
 ) -> None:
     """Draw the loss against the time over a link, or against the bytes sent."""
     styles = line_styles(comparison.hooks)
-    for row in _rows(comparison, link):
+    for row in comparison.over(link):
         if row.training:
             xs = [point.wire_bytes if by_bytes else point.seconds for point in row.training]
             losses = [point.validation_loss for point in row.training]
@@ -184,10 +184,6 @@ def _draw_training(
     )
     axes.xaxis.set_major_formatter(EngFormatter("B" if by_bytes else "s"))
     axes.legend(title="hook")
-
-
-def _rows(comparison: Comparison, link: str) -> list[Row]:
-    return [row for row in comparison.rows if row.link == link]
 
 
 def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:

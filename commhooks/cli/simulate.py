@@ -18,7 +18,6 @@ from commhooks.cli.common import (
     model_options,
     show_failures,
     usable_hooks,
-    with_references,
 )
 from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
@@ -66,8 +65,7 @@ def simulate(
     limits. A hook that cannot be simulated is left out, a line says why, and the exit status is 1.
     """
     network = cluster.network
-    usable, reasons = usable_hooks(hooks, model, cluster.backend)
-    specs = with_references(usable, BASELINE, CAUTIOUS)
+    specs, reasons = usable_hooks(hooks, model, cluster.backend, BASELINE, CAUTIOUS)
     here = cluster.ranks_per_node
     job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
     known = _measured(job, specs, cluster.world_size, measurements)

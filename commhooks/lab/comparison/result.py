@@ -164,38 +164,32 @@ class Comparison:
         Each begins with the names of its columns. A line of one cell is the heading of those that
         follow; lines of failed hooks are shorter.
         """
-        found: list[list[tuple[str, ...]]] = []
-        if self.pairs:
-            lines = (
-                (
-                    f"{pair.first} - {pair.second}",
-                    format_rate(pair.bits_per_second),
-                    format_duration(pair.latency_seconds),
-                    "slow" if pair in self.slow_pairs else "",
-                )
-                for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
+        pairs: list[tuple[str, ...]] = [("pair of hosts", "rate", "latency", "note")]
+        pairs += (
+            (
+                f"{pair.first} - {pair.second}",
+                format_rate(pair.bits_per_second),
+                format_duration(pair.latency_seconds),
+                "slow" if pair in self.slow_pairs else "",
             )
-            found.append([("pair of hosts", "rate", "latency", "note"), *lines])
-        times: list[tuple[str, ...]] = [("hook", *self._used(_TIMES))]
+            for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
+        )
+        used_times, used_costs = (  # the columns that are not empty on all links
+            {name: cell for name, cell in each.items() if any(cell(self, row) for row in self.rows)}
+            for each in (_TIMES, _COSTS)
+        )
+
+        def cells(columns: "_Columns", row: Row) -> list[str]:
+            return [cell(self, row) for cell in columns.values()]
+
+        times: list[tuple[str, ...]] = [("hook", *used_times)]
         for link in self.links:
             times.append((f"{link}, {self.kind_of(link)}",))
-            times += [(f"  {hook}", *cells) for hook, *cells in self._lines(_TIMES, link)]
+            times += [(f"  {row.hook}", *cells(used_times, row)) for row in self.over(link)]
             times += [(f"  {failure.hook}", "failed") for failure in self.failures_over(link)]
-        costs = self._lines(_COSTS, self.links[0])
-        return [*found, times, [("hook", *self._used(_COSTS)), *costs]]
-
-    def _lines(self, columns: "_Columns", link: str) -> list[tuple[str, ...]]:
-        used = self._used(columns).values()
-        rows = [row for row in self.rows if row.link == link]
-        return [(row.hook, *(cell(self, row) for cell in used)) for row in rows]
-
-    def _used(self, columns: "_Columns") -> "_Columns":
-        """Return the columns that are not empty on all links."""
-        return {
-            name: cell
-            for name, cell in columns.items()
-            if any(cell(self, row) for row in self.rows)
-        }
+        costs: list[tuple[str, ...]] = [("hook", *used_costs)]
+        costs += [(row.hook, *cells(used_costs, row)) for row in self.over(self.links[0])]
+        return [*([pairs] if self.pairs else []), times, costs]
 
     @property
     def slow_pairs(self) -> list[HostPair]:
@@ -213,17 +207,20 @@ class Comparison:
         """All entries in order, "bare" and "torch" first."""
         return list(dict.fromkeys(row.hook for row in self.rows))
 
+    def over(self, link: str) -> list[Row]:
+        """Return the rows of a link."""
+        return [row for row in self.rows if row.link == link]
+
     def row(self, hook: str, link: str = LOOPBACK) -> Row:
         """Return the row of a hook and a link. Raises KeyError if there is none."""
-        for row in self.rows:
-            if (row.hook, row.link) == (hook, link):
+        for row in self.over(link):
+            if row.hook == hook:
                 return row
         raise KeyError((hook, link))
 
     def kind_of(self, link: str) -> str:
         """Return "measured" or "predicted", which the times over a link are."""
-        is_measured = any(row.measured for row in self.rows if row.link == link)
-        return "measured" if is_measured else "predicted"
+        return "measured" if any(row.measured for row in self.over(link)) else "predicted"
 
     def failures_over(self, link: str) -> list[Failure]:
         """Return the hooks that failed over a link; over the first, those that cannot be made."""
@@ -231,10 +228,8 @@ class Comparison:
 
     def exposed_spread(self, row: Row) -> float | None:
         """Return the noise of ``exposed_seconds``: as ``step_spread_seconds``, of a difference."""
-        rows = {each.hook: each for each in self.rows if each.link == row.link}
-        if not row.measured:  # it is predicted from the first link
-            rows = {each.hook: each for each in self.rows if each.link == self.links[0]}
-        spreads = [rows[hook].step_spread_seconds for hook in (row.hook, "bare") if hook in rows]
+        link = row.link if row.measured else self.links[0]  # from which it is predicted
+        spreads = [r.step_spread_seconds for r in self.over(link) if r.hook in (row.hook, "bare")]
         known = [spread for spread in spreads if spread is not None]
         return math.hypot(*known) if known else None
 
@@ -243,7 +238,7 @@ class Comparison:
         return {link: text for link in self.links if (text := self._verdict(link))}
 
     def _verdict(self, link: str) -> str:
-        rows = {row.hook: row for row in self.rows if row.link == link}
+        rows = {row.hook: row for row in self.over(link)}
         baseline = next((name for name in ("torch", "allreduce") if name in rows), None)
         if baseline is None or len(rows.keys() - {"bare", baseline}) == 0:
             return ""
