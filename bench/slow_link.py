@@ -34,7 +34,7 @@ from commhooks.costs.units import parse_rate
 from commhooks.hook.options import from_json
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.comparison.entry import BARE, Entry
-from commhooks.lab.comparison.remote import Side
+from commhooks.lab.comparison.remote import ComparedModel
 from commhooks.lab.models import Workload
 from examples.gpt import GPT, GPTConfig
 
@@ -147,14 +147,14 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 def run(hook: str, size: int, rate: float, steps: int, goal: float) -> dict[str, Any]:
     """Train with one hook for some steps, or until the validation loss ``goal``: a Course."""
     with shaped_link(size, rate) as hosts, Ranks(size, hosts) as ranks:
-        ranks.make(Side, Workload(MODEL))
+        ranks.make(ComparedModel, Workload(MODEL))
         before = _bare_step_seconds(ranks), os.getloadavg()[0]
-        ranks.do(Side.begin_training, Entry.of(hook), TRAINING)
+        ranks.do(ComparedModel.begin_training, Entry.of(hook), TRAINING)
         points: list[TrainingPoint] = []
         while not points or (points[-1].step < steps and points[-1].validation_loss > goal):
             for _ in range(STRIDE - 1):
-                ranks.do(Side.train, False)
-            points.append(ranks.do(Side.train, True)[0])
+                ranks.do(ComparedModel.train, False)
+            points.append(ranks.do(ComparedModel.train, True)[0])
             print(f"\n  {points[-1]}", end="", flush=True)
         after = _bare_step_seconds(ranks), os.getloadavg()[0]
     return asdict(Course(hook, points, *zip(before, after, strict=True)))
@@ -162,11 +162,11 @@ def run(hook: str, size: int, rate: float, steps: int, goal: float) -> dict[str,
 
 def _bare_step_seconds(ranks: Ranks) -> float:
     """Return the median of a few training steps without communication."""
-    ranks.do(Side.begin_training, BARE, TRAINING)
+    ranks.do(ComparedModel.begin_training, BARE, TRAINING)
     seconds = []
     for _ in range(1 + BARE_STEPS):
         start = time.perf_counter()
-        ranks.do(Side.train, False)
+        ranks.do(ComparedModel.train, False)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 

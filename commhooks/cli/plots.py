@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from commhooks import algorithms
-from commhooks.costs.timeline import Span, Timing
+from commhooks.costs.timeline import Interval, Timing
 from commhooks.costs.units import format_duration, format_rate
 from commhooks.lab.comparison import Comparison
 from commhooks.lab.simulation import Study
@@ -188,24 +188,21 @@ def _draw_training(
 
 def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
     """Draw a step before and after, bucket by bucket."""
-    before, after = problem.spans({}), problem.spans(plan.hook_of())
-    end = max(span.end for span in (*before, *after))
-    panels: list[Panel] = [
-        partial(_draw_spans, spans=before, title="plain averaging", timing=plan.before, end=end),
-        partial(_draw_spans, spans=after, title="with the plan", timing=plan.after, end=end),
-    ]
-    save(panels, path)
+    before, after = problem.intervals({}), problem.intervals(plan.hook_of())
+    end = max(each.end for each in (*before, *after))
 
+    def draw(axes: Axes, intervals: list[Interval], title: str, timing: Timing) -> None:
+        for each in intervals:
+            lane = {"backward": 0, "unpack": 0, "hook": 1}.get(each.work, 2)
+            color = _OF_BUCKETS[each.bucket % 2] if lane else GRAY
+            axes.barh(lane, each.end - each.start, 0.7, each.start, color=color, edgecolor="white")
+        launched = max((each.end for each in intervals if each.work == "backward"), default=0.0)
+        axes.axvline(launched, color=GRAY, linestyle=":")
+        title = f"{title}: {format_duration(timing.step_seconds)} a step"
+        axes.set(title=title, xlabel="time since backward began", xlim=(0, end))
+        axes.set_yticks(range(len(_LANES)), _LANES)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(EngFormatter("s"))
 
-def _draw_spans(axes: Axes, spans: list[Span], title: str, timing: Timing, end: float) -> None:
-    for span in spans:
-        lane = {"backward": 0, "unpack": 0, "hook": 1}.get(span.work, 2)
-        color = _OF_BUCKETS[span.bucket % 2] if lane else GRAY
-        axes.barh(lane, span.end - span.start, 0.7, span.start, color=color, edgecolor="white")
-    launched = max((span.end for span in spans if span.work == "backward"), default=0.0)
-    axes.axvline(launched, color=GRAY, linestyle=":")
-    title = f"{title}: {format_duration(timing.step_seconds)} a step"
-    axes.set(title=title, xlabel="time since backward began", xlim=(0, end))
-    axes.set_yticks(range(len(_LANES)), _LANES)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    steps = (before, "plain averaging", plan.before), (after, "with the plan", plan.after)
+    save([lambda axes, step=step: draw(axes, *step) for step in steps], path)

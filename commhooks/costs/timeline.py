@@ -48,7 +48,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """Something that took time. Seconds count from the start of backward."""
 
     work: str
@@ -63,13 +63,13 @@ def replay(
     network: Network,
     backend: Backend,
     cores: float,
-    spans: list[Span] | None = None,
+    intervals: list[Interval] | None = None,
 ) -> Timing:
     """Time a step on ``network``. The threads of a rank share ``cores`` cores.
 
-    Appends what happened to ``spans``, in the order of ends.
+    Appends what happened to ``intervals``, in the order of ends.
     """
-    seconds, events = _Replay(trace, network, backend, cores, spans).run()
+    seconds, events = _Replay(trace, network, backend, cores, intervals).run()
     slowdown = 1.0 / Resource(cores, limit=1.0, crowded=_CROWDED).speed()
     return Timing(
         forward_seconds=trace.forward_seconds * slowdown,
@@ -105,7 +105,7 @@ class _Use:
     then: Callable[[], None]
 
 
-class Clock:
+class EventClock:
     """Advances from event to event until no use is left, and calls back when a use ends."""
 
     def __init__(self) -> None:
@@ -211,13 +211,13 @@ class _Replay:
         network: Network,
         backend: Backend,
         cores: float,
-        spans: list[Span] | None,
+        intervals: list[Interval] | None,
     ) -> None:
         self._trace = trace
-        self._spans = spans
+        self._intervals = intervals
         self._network = network
         self._backend = backend
-        self._clock = Clock()
+        self._clock = EventClock()
         self._cores = Resource(cores, limit=1.0, crowded=_CROWDED)
         self._link = Resource(network.link.bytes_per_second)
         self._node_link = Resource(network.node_link.bytes_per_second)
@@ -327,5 +327,5 @@ class _Replay:
         self._record(work, execution, start)
 
     def _record(self, work: str, execution: _Execution, start: float) -> None:
-        if self._spans is not None and self._clock.now > start:
-            self._spans.append(Span(work, execution.index, start, self._clock.now))
+        if self._intervals is not None and self._clock.now > start:
+            self._intervals.append(Interval(work, execution.index, start, self._clock.now))

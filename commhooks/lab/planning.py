@@ -2,7 +2,7 @@
 
 ::
 
-    a model, hooks  ── measure_groups() ──►  Measured  ── problem(network, limit) ──►  Problem
+    a model, hooks  ── measure_groups() ──►  MeasuredGroups  ── problem(network, limit) ──►  Problem
 
 Two ranks on this machine average the gradients, which shows errors. Dry runs among as many ranks
 as are planned for show seconds and bytes.
@@ -33,7 +33,7 @@ from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.limits import check_model
 from commhooks.lab.simulation.dry_run import check_kernels
-from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
+from commhooks.lab.simulation.measurements import Job, ProfiledModel, measure_gloo
 from commhooks.lab.simulation.study import BASELINE
 from commhooks.planning import Choice, Group, Problem
 from commhooks.planning.problem import overhead_of, relative
@@ -44,7 +44,7 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredGroups:
     """The measurements of a job. Hooks are given by the texts of their specs."""
 
     groups: tuple[Group, ...]
@@ -106,7 +106,7 @@ class Measured:
 
 def measure_groups(
     job: Job, hooks: Sequence[HookSpec], exact: Sequence[str], world_size: int
-) -> Measured:
+) -> MeasuredGroups:
     """Measure with two ranks on this machine, which takes seconds to minutes.
 
     A candidate that fails, or refuses all groups, is left out, with the reason.
@@ -130,11 +130,11 @@ def measure_groups(
     outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo: Gloo = ranks(measure_gloo)[0]
-        ranks.make(_Side, job, tuple(exact), world_size)
-        groups, step = ranks.do(_Side.prepared)[0]
+        ranks.make(_GroupedModel, job, tuple(exact), world_size)
+        groups, step = ranks.do(_GroupedModel.prepared)[0]
         for hook in hooks:
             try:
-                outcomes[hook.text], refusal = ranks.do(_Side.measure, hook.config)[0]
+                outcomes[hook.text], refusal = ranks.do(_GroupedModel.measure, hook.config)[0]
             except Exception as error:
                 if hook is hooks[0]:
                     raise
@@ -142,10 +142,10 @@ def measure_groups(
                 ranks.restart()
             if not outcomes[hook.text]:
                 reasons[hook.text] = refusal
-    return Measured(groups, outcomes, step, gloo, reasons)
+    return MeasuredGroups(groups, outcomes, step, gloo, reasons)
 
 
-class _Side(RankSide):
+class _GroupedModel(ProfiledModel):
     """The model on this rank, one step of it, and its groups."""
 
     def __init__(self, rank: int, job: Job, exact: Sequence[str], world_size: int) -> None:

@@ -8,16 +8,16 @@
 docs/design/2026-11-22-auto.md.
 """
 
-from commhooks.planning.plan import Plan, Row, merged
+from commhooks.planning.plan import GroupPlan, Plan, merged
 from commhooks.planning.problem import Choice, Group, Problem
 from commhooks.planning.solver import solve
 
 __all__ = [
     "Choice",
     "Group",
+    "GroupPlan",
     "Plan",
     "Problem",
-    "Row",
     "merged",
     "solve",
 ]

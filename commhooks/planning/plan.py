@@ -20,7 +20,7 @@ _EXPECTED = "expected a plan as `commhooks plan --save` writes it, found"
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupPlan:
     """The hook of one group of parameters."""
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Row:
 class Plan:
     """A hook for each parameter. Seconds are predictions for the network that it was made for."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GroupPlan, ...]
     before: Timing
     """A step with plain averaging."""
     after: Timing
@@ -161,19 +161,19 @@ def label_of(names: Sequence[str]) -> str:
     return f"{_pattern(names[0])}{others} \N{MULTIPLICATION SIGN}{len(names)}"
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
+def merged(rows: Sequence[GroupPlan]) -> list[GroupPlan]:
     """Return one row for rows whose parameters differ in the numbers of their names only.
 
     They have the same hook and as many elements. What they send and take is summed up.
     """
-    alike: dict[object, list[Row]] = {}
+    alike: dict[object, list[GroupPlan]] = {}
     for row in rows:
         key = (tuple(_pattern(name) for name in row.names), row.hook, row.elements)
         alike.setdefault(key, []).append(row)
     return [_one(each) if len(each) > 1 else each[0] for each in alike.values()]
 
 
-def _one(rows: Sequence[Row]) -> Row:
+def _one(rows: Sequence[GroupPlan]) -> GroupPlan:
     names = tuple(name for row in rows for name in row.names)
     norm = math.sqrt(math.fsum(row.norm**2 for row in rows))
     wrong = math.sqrt(math.fsum((row.error * row.norm) ** 2 for row in rows))

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged_work
-from commhooks.costs.timeline import Span, Timing, replay
+from commhooks.costs.timeline import Interval, Timing, replay
 from commhooks.errors import CommHookOptionError
 from commhooks.planning.plan import label_of
 
@@ -197,18 +197,18 @@ class Problem:
     def _seconds(self, collective: Collective) -> float:
         return self.backend.cost(collective, self.network).seconds_alone(self.network)
 
-    def replay(self, assignment: Assignment, spans: list[Span] | None = None) -> Timing:
-        """Return the time of a step on the timeline; append what happens in it to ``spans``."""
+    def replay(self, assignment: Assignment, intervals: list[Interval] | None = None) -> Timing:
+        """Return the time of a step on the timeline; append what happens in it to ``intervals``."""
         trace = self.step_trace(assignment)
-        return replay(trace, self.network, self.backend, self.cores, spans)
+        return replay(trace, self.network, self.backend, self.cores, intervals)
 
-    def spans(self, hooks: Mapping[str, str]) -> list[Span]:
+    def intervals(self, hooks: Mapping[str, str]) -> list[Interval]:
         """Return what happens in a step in which parameters have these hooks."""
-        assignment, spans = self.assignment(hooks), list[Span]()
+        assignment, intervals = self.assignment(hooks), list[Interval]()
         if assignment is None:
             raise ValueError("the hooks are those of a plan for another problem")
-        self.replay(assignment, spans)
-        return spans
+        self.replay(assignment, intervals)
+        return intervals
 
     def step_trace(self, assignment: Assignment) -> StepTrace:
         """Return what a rank does in a step.

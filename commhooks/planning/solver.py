@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from commhooks.planning.plan import Plan, Row
+from commhooks.planning.plan import GroupPlan, Plan
 from commhooks.planning.problem import Assignment, Group, Problem
 
 LEAST_SAVING = 0.05
@@ -95,7 +95,7 @@ def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
     )
 
 
-def _row(problem: Problem, group: Group, hook: str) -> Row:
+def _row(problem: Problem, group: Group, hook: str) -> GroupPlan:
     choice = group.choices[hook]
     alone, plain = (math.fsum(problem.costs(group, each)) for each in (hook, problem.plain))
     if len(group.choices) == 1:
@@ -104,7 +104,7 @@ def _row(problem: Problem, group: Group, hook: str) -> Row:
         why = "others save too little"
     else:
         why = f"saves {1 - alone / plain:.0%}" if plain > 0 else "nothing to save"
-    return Row(
+    return GroupPlan(
         names=group.names,
         bucket=group.bucket,
         hook=hook,
@@ -129,7 +129,7 @@ def without_contention(problem: Problem, in_use: Mapping[str, str]) -> Problem:
         return problem
     found, share = problem, 1.0
     for _ in range(_ITERATIONS):
-        launched = max(s.end for s in found.spans(in_use) if s.work == "backward")
+        launched = max(s.end for s in found.intervals(in_use) if s.work == "backward")
         share = min(share * measured / launched, 1.0)
         buckets = tuple(
             replace(bucket, backward_seconds=bucket.backward_seconds * share)

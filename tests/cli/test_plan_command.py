@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("click")
 from click.testing import CliRunner
 
+from commhooks import CommHookError
 from commhooks.algorithms.adaptive import choices
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
 from commhooks.hook.spec import HookSpec, hook_spec
-from commhooks.lab.planning import Measured, measure_groups
+from commhooks.lab.planning import MeasuredGroups, measure_groups
 from commhooks.lab.simulation import Job
 from commhooks.planning import Plan
 
@@ -33,11 +34,11 @@ def run(*arguments: str, status: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Measured:
+def measured() -> MeasuredGroups:
     """What one run of the command measures."""
-    found: list[Measured] = []
+    found: list[MeasuredGroups] = []
 
-    def keep(*arguments: Any) -> Measured:
+    def keep(*arguments: Any) -> MeasuredGroups:
         found.append(measure_groups(*arguments))
         return found[0]
 
@@ -49,11 +50,11 @@ def measured() -> Measured:
 
 
 @pytest.fixture
-def _measured_before(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def _measured_before(measured: MeasuredGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "measure_groups", lambda *_: measured)
 
 
-def test_errors_are_those_of_averages_of_different_gradients(measured: Measured) -> None:
+def test_errors_are_those_of_averages_of_different_gradients(measured: MeasuredGroups) -> None:
     weights = [i for i, group in enumerate(measured.groups) if not group.is_exact]
     biases = [i for i, group in enumerate(measured.groups) if group.is_exact]
     for some, kind in ((weights, "weight"), (biases, "bias")):
@@ -89,9 +90,14 @@ def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
 
 def test_hooks_of_other_packages_may_be_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "declared_candidates", lambda: ["natural"])
-    found, reasons = command._specs((), "lstm", "gloo")
-    assert reasons == {}
-    specs = [str(spec) for spec in found]
+    specs: list[str] = []
+
+    def note(job: Job, hooks: list[HookSpec], *_: object) -> None:
+        specs.extend(map(str, hooks))
+        raise CommHookError("nothing is measured here")
+
+    monkeypatch.setattr(command, "measure_groups", note)
+    assert "nothing is measured here" in run(*BASIC, "--error", "0.1", status=1)
     assert (specs[0], specs[-1]) == ("allreduce", "natural")
     assert choices.default_candidates()[-1].name == "natural"
 

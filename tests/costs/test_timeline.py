@@ -7,7 +7,7 @@ import pytest
 from commhooks.costs.backends import Cost
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.costs.timeline import Clock, Resource, Span, Timing, replay
+from commhooks.costs.timeline import EventClock, Interval, Resource, Timing, replay
 
 ALL = Members(1, spans_nodes=True)
 LINK = Link(800.0, payload_share=1.0)
@@ -161,24 +161,24 @@ def test_the_number_of_events_grows_with_buckets_only(buckets):
 
 
 def test_spans_are_what_happened_when():
-    spans: list[Span] = []
+    intervals: list[Interval] = []
     two = (bucket(1.0, 300.0, local=0.25), bucket(1.0, 100.0, unpack=0.5))
     trace = StepTrace(two, forward_seconds=0.5, is_native=False)
-    timing = replay(trace, Network(2, LINK, LINK), Plain(), 9.0, spans)
-    assert spans == [
-        Span("backward", 0, 0.0, 1.0),
-        Span("hook", 0, 1.0, 1.25),
-        Span("backward", 1, 1.0, 2.0),
-        Span("all_reduce", 0, 1.25, 4.25),
-        Span("hook", 0, 4.25, 4.5),
-        Span("all_reduce", 1, 4.25, 5.25),
-        Span("unpack", 1, 5.25, 5.75),
+    timing = replay(trace, Network(2, LINK, LINK), Plain(), 9.0, intervals)
+    assert intervals == [
+        Interval("backward", 0, 0.0, 1.0),
+        Interval("hook", 0, 1.0, 1.25),
+        Interval("backward", 1, 1.0, 2.0),
+        Interval("all_reduce", 0, 1.25, 4.25),
+        Interval("hook", 0, 4.25, 4.5),
+        Interval("all_reduce", 1, 4.25, 5.25),
+        Interval("unpack", 1, 5.25, 5.75),
     ]
     assert timing == replay(trace, Network(2, LINK, LINK), Plain(), 9.0)
 
 
 def test_users_share_a_resource_equally_until_others_leave():
-    clock, link = Clock(), Resource(capacity=10.0)
+    clock, link = EventClock(), Resource(capacity=10.0)
     ends = {}
     clock.use(link, 10.0, lambda: ends.setdefault("short", clock.now))
     clock.use(link, 30.0, lambda: ends.setdefault("long", clock.now))
@@ -188,13 +188,13 @@ def test_users_share_a_resource_equally_until_others_leave():
 
 
 def test_one_user_gets_no_more_than_the_limit():
-    clock = Clock()
+    clock = EventClock()
     clock.use(Resource(capacity=8.0, limit=1.0), 3.0, lambda: None)
     assert clock.run() == pytest.approx(3.0)
 
 
 def test_crowded_users_lose_some_of_the_capacity():
-    clock, core = Clock(), Resource(capacity=1.0, limit=1.0, crowded=0.8)
+    clock, core = EventClock(), Resource(capacity=1.0, limit=1.0, crowded=0.8)
     ends = []
     clock.use(core, 2.0, lambda: ends.append(clock.now))
     clock.use(core, 3.0, lambda: ends.append(clock.now))
@@ -204,7 +204,7 @@ def test_crowded_users_lose_some_of_the_capacity():
 
 
 def test_a_later_use_shares_from_its_start():
-    clock, core = Clock(), Resource(capacity=1.0)
+    clock, core = EventClock(), Resource(capacity=1.0)
     ends = []
     clock.use(core, 2.0, lambda: ends.append(clock.now))
     clock.wait(1.0, lambda: clock.use(core, 2.0, lambda: ends.append(clock.now)))
@@ -213,7 +213,7 @@ def test_a_later_use_shares_from_its_start():
 
 
 def test_nothing_to_do_takes_no_time():
-    clock = Clock()
+    clock = EventClock()
     done = []
     clock.use(Resource(capacity=1.0), 0.0, lambda: done.append(True))
     assert clock.run() == 0.0

@@ -37,7 +37,7 @@ from commhooks.lab.comparison import (
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.remote import Side, TrainingError
+from commhooks.lab.comparison.remote import ComparedModel, TrainingError
 from commhooks.lab.limits import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
 
@@ -324,7 +324,7 @@ def take_turns(rank: int, size: int) -> None:
 
 def _take_turns(rank: int) -> None:
     workload = Workload("support.compared:net")
-    side = Side(rank, workload)
+    side = ComparedModel(rank, workload)
     before = [parameter.detach().clone() for parameter in side.module.parameters()]
     wrappers_before = _wrappers()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import commhooks
 from commhooks.lab.simulation import Job
-from commhooks.lab.simulation.measurements import RankSide
+from commhooks.lab.simulation.measurements import ProfiledModel
 from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
 
 def _dry_run(rank: int, world_size: int) -> list[bool]:
     job = Job("support.small_models:make", bucket_cap_mb=MB)
-    side = RankSide(rank, job, busy=2)
+    side = ProfiledModel(rank, job, busy=2)
     natives = []
     for name in ("bf16", "int8"):
         runs = side.dry_run({"name": name}, [2, 4, 32])
@@ -81,7 +81,7 @@ def _by_role(rank: int, world_size: int) -> list[float]:
     job = Job("support.small_models:make", bucket_cap_mb=MB)
     rules = [["@output", "noop"], ["@1d", "noop"]]
     config = {"name": "route", "rules": rules, "default": "allreduce"}
-    runs = RankSide(rank, job, busy=1).dry_run(config, [2])
+    runs = ProfiledModel(rank, job, busy=1).dry_run(config, [2])
     assert runs is not None
     return [trace.wire_bytes(2) for _, trace in runs.by_size[2]]
 
@@ -93,7 +93,7 @@ def test_hooks_know_the_roles_of_parameters() -> None:
 def _among_nodes(rank: int, world_size: int) -> list[str]:
     job = Job("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}
-    runs = RankSide(rank, job, busy=1).dry_run(config, [4, 8, 32])
+    runs = ProfiledModel(rank, job, busy=1).dry_run(config, [4, 8, 32])
     assert runs is not None
     ((_, trace), *_) = runs.at(1000)
     return [collective.operation for collective in trace.buckets[0].collectives]

@@ -9,7 +9,7 @@ from support.planning_problems import group, problem_of, random_problem
 
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookOptionError, CommHookStateError
-from commhooks.planning import Plan, Row, merged, solve
+from commhooks.planning import GroupPlan, Plan, merged, solve
 from commhooks.planning.plan import label_of
 
 
@@ -82,9 +82,9 @@ def test_numbers_that_do_not_belong_together_are_no_problem():
 
 
 def test_equal_layers_are_one_row():
-    def row(layer: int, part: str, hook: str, error: float) -> Row:
+    def row(layer: int, part: str, hook: str, error: float) -> GroupPlan:
         name = f"h.{layer}.{part}"
-        return Row((name,), layer, hook, 10, 5.0, 0.1, error, 2.0, f"saves {layer}%")
+        return GroupPlan((name,), layer, hook, 10, 5.0, 0.1, error, 2.0, f"saves {layer}%")
 
     rows = [row(i, "mlp", "int4", 0.3 if i else 0.4) for i in range(12)]
     rows += [row(3, "attention", "int4", 0.1), row(12, "mlp", "int8", 0.1)]

@@ -12,7 +12,7 @@ from support.planning_problems import everyone, group, problem_of, random_proble
 
 from commhooks.costs.backends import Gloo
 from commhooks.costs.step_trace import Collective
-from commhooks.costs.timeline import Span
+from commhooks.costs.timeline import Interval
 from commhooks.planning import Choice, Plan, Problem, solve
 from commhooks.planning.problem import Assignment
 from commhooks.planning.solver import proposals, without_contention
@@ -150,9 +150,9 @@ def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
     in_use: dict[str, str],
 ):
     def launches(problem: Problem, assignment: Assignment) -> list[float]:
-        spans: list[Span] = []
-        problem.replay(assignment, spans)
-        return [span.end for span in spans if span.work == "backward"]
+        intervals: list[Interval] = []
+        problem.replay(assignment, intervals)
+        return [interval.end for interval in intervals if interval.work == "backward"]
 
     two = (group(name, 10**7, half=half(10**7, 0.01), bucket=i) for i, name in enumerate("ab"))
     alone = replace(

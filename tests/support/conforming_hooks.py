@@ -2,7 +2,7 @@
 
 from commhooks import algorithms
 from commhooks.costs.timeline import Timing
-from commhooks.planning import Plan, Row
+from commhooks.planning import GroupPlan, Plan
 from commhooks.testing.probe import probe_parameters
 
 # Options that make each hook active from the first step, `{}` for its defaults. Hooks that are not
@@ -18,7 +18,7 @@ PLANNED = {
 NO_TIME = Timing(0.0, 0.0, 0.0, 0)
 PLAN = Plan(
     tuple(
-        Row((name,), 0, PLANNED.get(name, "allreduce"), 1, 0.0, 0.0, 0.0, 1.0, "")
+        GroupPlan((name,), 0, PLANNED.get(name, "allreduce"), 1, 0.0, 0.0, 0.0, 1.0, "")
         for name in probe_parameters()
     ),
     NO_TIME,

@@ -20,7 +20,7 @@ from commhooks.costs.units import format_duration, format_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
-from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, Side, StepTimes
+from commhooks.lab.comparison.remote import FIRST_STEP, Block, ComparedModel, FirstSteps, StepTimes
 from commhooks.lab.comparison.result import (
     HOSTS,
     LOOPBACK,
@@ -218,7 +218,7 @@ class Experiment:
         """Prepare ranks for the tasks of a new setting."""
         setting = Setting(name, bits_per_second)
         self._tell(setting, "preparing")
-        ranks.make(Side, self.conditions.workload)
+        ranks.make(ComparedModel, self.conditions.workload)
         self.settings.append(setting)
         return setting
 
@@ -230,7 +230,7 @@ class Experiment:
         count, device = ranks.local_world_size, ranks.device
         if device.sharing(count) > 1:
             steps = min(self.conditions.steps, _MOST)
-            self.alone_seconds = ranks.do(Side.time_alone, steps)[0]
+            self.alone_seconds = ranks.do(ComparedModel.time_alone, steps)[0]
             assert self.alone_seconds is not None
             self.notes.append(
                 f"{count} ranks share {device} and take turns, so all steps, of bare too, "
@@ -284,11 +284,13 @@ class Experiment:
         entry, name = task.entry, task.entry.name
         match task.kind:
             case "verifying":
-                first = _worst(ranks.do(Side.verify, entry))
+                first = _worst(ranks.do(ComparedModel.verify, entry))
                 self._check_error(entry, first.error)
                 setting.first_steps[name] = first
             case "measuring":
-                by_rank: list[Block] = ranks.do(Side.time_block, entry, task.done, task.steps)
+                by_rank: list[Block] = ranks.do(
+                    ComparedModel.time_block, entry, task.done, task.steps
+                )
                 steps = zip(*(block.times for block in by_rank), strict=True)
                 slowest = tuple(StepTimes(*map(max, zip(*step, strict=True))) for step in steps)
                 own = by_rank[0]
@@ -296,9 +298,9 @@ class Experiment:
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
-                    ranks.do(Side.begin_training, entry, self.conditions.train)
+                    ranks.do(ComparedModel.begin_training, entry, self.conditions.train)
                 for left in range(task.steps, 0, -1):
-                    point = ranks.do(Side.train, left == 1)[0]
+                    point = ranks.do(ComparedModel.train, left == 1)[0]
                 setting.training.setdefault(name, []).append(point)
                 if entry != TORCH and not math.isfinite(point.validation_loss):
                     raise CommHookError(

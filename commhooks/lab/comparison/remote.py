@@ -224,7 +224,7 @@ class TrainingRun:
         return self._count * (self._handle.stats().total.wire_bytes or 0.0)
 
 
-class Side:
+class ComparedModel:
     """The model on this rank, with the same parameters and buffers as on the others."""
 
     def __init__(self, rank: int, workload: Workload) -> None:

@@ -138,12 +138,12 @@ def measure(
         with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo: Gloo = ranks(measure_gloo)[0]
-    ranks.make(RankSide, job, busy)
+    ranks.make(ProfiledModel, job, busy)
     dry_runs: dict[str, DryRuns] = {}
     reasons: dict[str, str] = {}
     for config in map(config_of, hooks):
         try:
-            dry_runs[_hook_key(config)] = ranks.do(RankSide.dry_run, config, list(sizes))[0]
+            dry_runs[_hook_key(config)] = ranks.do(ProfiledModel.dry_run, config, list(sizes))[0]
         except Exception as error:
             if config == {"name": BASELINE} or isinstance(error, ModelError):
                 raise
@@ -153,7 +153,7 @@ def measure(
     return Measurements(machine, job, gloo, dry_runs, reasons)
 
 
-class RankSide:
+class ProfiledModel:
     """The model on this rank, and its last profile.
 
     The first ``busy`` ranks of the default group measure at the same time, each for itself, so that

@@ -22,7 +22,7 @@ from commhooks.algorithms.wrappers.timing import Run
 from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import hook_spec
-from commhooks.planning import Plan, Row
+from commhooks.planning import GroupPlan, Plan
 from commhooks.testing.compare import disagreement, same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -35,7 +35,7 @@ SLOW, FAST = Probe(1e-5, 1e-5, 0.0), Probe(1e-9, 1e-13, 0.0)
 
 def plan_of(hooks: dict[str, str]) -> Plan:
     timing = Timing(0.0, 0.0, 0.0, 0)
-    rows = tuple(Row((n,), 0, hook, 1, 0.0, 0.0, 0.1, 1.0, "") for n, hook in hooks.items())
+    rows = tuple(GroupPlan((n,), 0, hook, 1, 0.0, 0.0, 0.1, 1.0, "") for n, hook in hooks.items())
     return Plan(rows, timing, timing, 0.1, 0.2, "by hand")
 
 
