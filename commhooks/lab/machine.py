@@ -37,13 +37,21 @@ def available_bytes() -> int | None:
 
 
 class MemoryPeak:
-    """The peak of this process's memory use above the level at which this object was made."""
+    """The peak of memory use above the level at which this object was made.
 
-    def __init__(self) -> None:
+    On the CPU that of this process, on CUDA what torch has allocated on this rank's device.
+    """
+
+    def __init__(self, device: Device = CPU) -> None:
+        self._on_host = device.type == "cpu"
         self._before: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # the system may not allow it
             self._forget()
-            self._before = _bytes("/proc/self/status", "VmRSS")
+            self._before = (
+                _bytes("/proc/self/status", "VmRSS")
+                if self._on_host
+                else torch.cuda.memory_allocated()
+            )
 
     def begin(self) -> None:
         """Forget the peak so far."""
@@ -51,32 +59,20 @@ class MemoryPeak:
             self._forget()
 
     def _forget(self) -> None:
-        _trim()  # allocations from kept free memory would not show
-        Path("/proc/self/clear_refs").write_text("5")
+        if self._on_host:
+            _trim()  # allocations from kept free memory would not show
+            Path("/proc/self/clear_refs").write_text("5")
+        else:
+            torch.cuda.reset_peak_memory_stats()
 
     def nbytes(self) -> int | None:
         """Return the peak since :meth:`begin`, or None if the system does not tell."""
-        peak = _bytes("/proc/self/status", "VmHWM")
+        peak = (
+            _bytes("/proc/self/status", "VmHWM")
+            if self._on_host
+            else torch.cuda.max_memory_allocated()
+        )
         return None if self._before is None or peak is None else peak - self._before
-
-
-class DeviceMemoryPeak(MemoryPeak):
-    """The same of the memory that torch has allocated on this rank's CUDA device."""
-
-    def __init__(self) -> None:
-        self.begin()
-        self._start = torch.cuda.memory_allocated()
-
-    def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def nbytes(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._start
-
-
-def memory_peak(device: Device) -> MemoryPeak:
-    """Return the peak of this rank's memory on a device, from now on."""
-    return MemoryPeak() if device.type == "cpu" else DeviceMemoryPeak()
 
 
 def free_memory() -> None:

@@ -67,19 +67,16 @@ class Workload:
 
     def make_input(self, module: nn.Module, rank: int) -> Any:
         """Make the batch of a rank, which is the same in every step. Raises ModelError."""
-        return self.device.put(self._draw_input(module, rank))
-
-    def _draw_input(self, module: nn.Module, rank: int) -> Any:
         torch.manual_seed(_SEED + 1 + rank)
         if self.input is not None:
-            return load_callable(str(self.input))()
+            return self.device.put(load_callable(str(self.input))())
         example_input = getattr(module, "example_input", None)
         if example_input is None:
             raise ModelError(
                 f"model {self.model!r}: {type(module).__name__} has no example_input(); pass "
                 "--input package.module:factory, a function that returns a batch"
             )
-        return example_input()
+        return self.device.put(example_input())
 
     def loss(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
         """Run one forward pass. Dropout draws the same numbers in every step."""

@@ -24,7 +24,7 @@ from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTra
 from commhooks.hook.spec import HookLike, hook_spec
 from commhooks.lab.comparison import Comparison, compare
 from commhooks.lab.limits import LimitError, ModelSize, check_limits
-from commhooks.lab.machine import memory_peak
+from commhooks.lab.machine import MemoryPeak
 from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import Job, Study, measure
 from commhooks.lab.simulation.dry_run import check_kernels
@@ -176,7 +176,7 @@ def test_the_peak_is_that_of_torch_on_the_device() -> None:
         memory_allocated=lambda: 100,
         max_memory_allocated=lambda: 350,
     ) as patched:
-        peak = memory_peak(CUDA)
+        peak = MemoryPeak(CUDA)
         peak.begin()
         assert peak.nbytes() == 250
         assert patched["reset_peak_memory_stats"].call_count == 2

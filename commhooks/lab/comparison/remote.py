@@ -42,7 +42,7 @@ from commhooks.adapters.wrapper import wrap
 from commhooks.errors import CommHookError
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.result import TrainingPoint
-from commhooks.lab.machine import MemoryPeak, free_memory, memory_peak
+from commhooks.lab.machine import MemoryPeak, free_memory
 from commhooks.lab.models import Workload, load_callable
 
 FIRST_STEP = 100_000
@@ -189,8 +189,19 @@ class TrainingRun:
         """Run the next training step, which all ranks begin together; return its seconds."""
         self._device.barrier()
         start = self._device.now()
-        self._validate = self._next()
+        try:
+            self._validate = next(self._steps)
+        except StopIteration:
+            raise TrainingError(
+                f"{self._path!r} ended after {self._count} steps; expected at least as many steps "
+                "as were requested, for example with `while True`"
+            ) from None
         seconds = self._device.now() - start
+        if not callable(self._validate):
+            raise TrainingError(
+                f"{self._path!r}: expected it to yield a function without arguments that returns "
+                f"the validation loss, found {self._validate!r}"
+            )
         self._seconds += seconds
         self._count += 1
         return seconds
@@ -200,28 +211,11 @@ class TrainingRun:
         with torch.no_grad():
             loss = self._device.put(torch.tensor(float(self._validate()), dtype=torch.float64))
         dist.all_reduce(loss)
-        mean = loss.item() / dist.get_world_size()
-        return TrainingPoint(self._count, self._seconds, self._sent(), mean)
-
-    def _next(self) -> Callable[[], float]:
-        try:
-            validate = next(self._steps)
-        except StopIteration:
-            raise TrainingError(
-                f"{self._path!r} ended after {self._count} steps; expected at least as many steps "
-                "as were requested, for example with `while True`"
-            ) from None
-        if not callable(validate):
-            raise TrainingError(
-                f"{self._path!r}: expected it to yield a function without arguments that returns "
-                f"the validation loss, found {validate!r}"
-            )
-        return validate
-
-    def _sent(self) -> float:
-        if self._handle is None:
-            return self._count * self._entry.wire_bytes(self._gradient_bytes, dist.get_world_size())
-        return self._count * (self._handle.stats().total.wire_bytes or 0.0)
+        ranks = dist.get_world_size()
+        sent: float = self._entry.wire_bytes(self._gradient_bytes, ranks)
+        if self._handle is not None:
+            sent = self._handle.stats().total.wire_bytes or 0.0
+        return TrainingPoint(self._count, self._seconds, self._count * sent, loss.item() / ranks)
 
 
 class ComparedModel:
@@ -296,7 +290,7 @@ class ComparedModel:
         """Let the entry take a turn, see Note [One model for all entries]."""
         parameters = list(self.module.parameters()) if entry.changes_parameters else []
         before = [parameter.detach().clone() for parameter in parameters]
-        peak = memory_peak(self._workload.device)
+        peak = MemoryPeak(self._workload.device)
         turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
         yield turn, peak
         turn.close()
