@@ -31,7 +31,7 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.limits import check_model
+from commhooks.lab.machine import check_model
 from commhooks.lab.simulation.dry_run import check_kernels
 from commhooks.lab.simulation.measurements import Job, ProfiledModel, measure_gloo
 from commhooks.lab.simulation.study import BASELINE

@@ -38,7 +38,7 @@ from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
 from commhooks.lab.comparison.remote import ComparedModel, TrainingError
-from commhooks.lab.limits import LimitError, ModelSize, check_limits
+from commhooks.lab.machine import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS

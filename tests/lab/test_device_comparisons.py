@@ -23,8 +23,7 @@ from commhooks.costs.prediction import DryRuns
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 from commhooks.hook.spec import HookLike, hook_spec
 from commhooks.lab.comparison import Comparison, compare
-from commhooks.lab.limits import LimitError, ModelSize, check_limits
-from commhooks.lab.machine import MemoryPeak
+from commhooks.lab.machine import LimitError, MemoryPeak, ModelSize, check_limits
 from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import Job, Study, measure
 from commhooks.lab.simulation.dry_run import check_kernels

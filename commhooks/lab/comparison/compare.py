@@ -27,8 +27,7 @@ from commhooks.lab.comparison.result import (
     Failure,
     Row,
 )
-from commhooks.lab.limits import check_model
-from commhooks.lab.machine import cores, describe_machine
+from commhooks.lab.machine import check_model, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
 from commhooks.lab.simulation.dry_run import check_kernels
 from commhooks.lab.verdict import CAUTIOUS
@@ -52,18 +51,9 @@ def compare(
 ) -> Comparison:
     """Measure ``hooks``, bf16, torch DDP and the bare model side by side on this machine.
 
-    Each entry is verified first: its gradients must be finite, and if the hook is lossless, they
-    must be the exact mean. Then the entries take turns in blocks of steps, over loopback and over
-    each link, on one copy of the model: see Note [One model for all entries] in remote.py. What
-    cannot be measured is predicted, see :class:`commhooks.lab.simulation.Study`: links that cannot
-    be made, and the rate below which a hook is faster than torch DDP. Ranks are processes on CPU
-    with the Gloo backend, or on CUDA devices with NCCL; if there are fewer devices than ranks, they
-    share them, see :attr:`Comparison.alone_seconds`. Hooks are measured in a late state of training
-    (:data:`commhooks.lab.comparison.remote.FIRST_STEP`); with ``train`` they train from the first
-    step.
-
-    A hook that cannot be made, fails, diverges, ends its process or does not finish is left out
-    from there on, and is one of the ``failures`` of the result. The others go on in new processes.
+    docs/comparing.md says how, and what the figures mean. A hook that cannot be made, fails,
+    diverges, ends its process or does not finish is left out from there on, and is one of the
+    ``failures`` of the result. The others go on in new processes.
 
     Args:
         model: the name of a model, or a function of a module that makes one, see
@@ -72,14 +62,12 @@ def compare(
             or pairs of a name and a dict of options. Rank processes make hooks of their own. An
             :class:`commhooks.lab.comparison.entry.Entry` is another way to average, which comes
             before them and is not predicted.
-        input: a function that returns a batch, or its name, see
-            :class:`commhooks.lab.models.Workload`.
+        input: a function that returns a batch, or its name; None for the model's own input.
         train: a function or its name, see Note [Training functions] in remote.py.
-        world_size: number of ranks; :func:`commhooks.lab.limits.check_limits` limits it.
+        world_size: number of ranks.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
-        train_steps: number of training steps for each entry and measured link, or over loopback if
-            no link is measured.
+        train_steps: number of training steps, likewise.
         timeout: seconds after which a hook has failed that does not finish its steps, which are at
             most 53 at a time.
         measure_links: False to predict all links.

@@ -29,8 +29,7 @@ from commhooks.lab.comparison.result import (
     HostPair,
     TrainingPoint,
 )
-from commhooks.lab.limits import ModelSize
-from commhooks.lab.machine import cores
+from commhooks.lab.machine import ModelSize, cores
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Study, measure
 from commhooks.lab.simulation.study import UNLIMITED

@@ -31,7 +31,7 @@ from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Conditions, Experiment, Task, timing_tasks
 from commhooks.lab.comparison.remote import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK
-from commhooks.lab.limits import ModelSize, check_model
+from commhooks.lab.machine import ModelSize, check_model
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation.dry_run import check_kernels
 
@@ -221,29 +221,9 @@ class HookBenchmarks:
     ) -> FirstSteps:
         """Verify a hook now, and time its steps after the last test of the module.
 
-        Hooks with the same model, batch, ranks, link and steps take turns, beside the bare model,
-        torch DDP and ``noop``: Note [Benchmarks in turn]. A step is a forward and a backward; ranks
-        are processes.
-
-        Args:
-            hook: as for :func:`commhooks.register`; or "bare" or "torch".
-            model: a function without arguments that returns the model; or a name, see
-                :class:`commhooks.lab.models.Workload`. The output is the loss or contains it, else
-                the loss is the mean square of the output.
-            batch: a function without arguments that returns a batch: a tensor, a tuple of
-                arguments or a dict of them. None: the ``example_input()`` of the model.
-            world_size: number of ranks.
-            link: "loopback", or the rate of each host's link, as in "1gbit", which needs root; the
-                test is skipped without it.
-            ranks_per_host: number of consecutive ranks that share a host and its link. If it is
-                more than one, they share memory as well, unless ``wrapper`` has
-                ``host_memory=False``; a rank alone sends over the network.
-            steps: number of timed steps.
-            device: "cpu", with Gloo, or "cuda", with NCCL; None for "cuda" where torch finds one.
-            wrapper: options of the wrappers, such as ``{"bucket_cap_mb": 8}``.
-            set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
-            hook_options: options of the hook. If one has the name of an argument above, pass a
-                config or a hook.
+        ``hook`` is as for :func:`commhooks.register`, or "bare" or "torch". docs/benchmarking.md
+        describes the other arguments, and what is timed: Note [Benchmarks in turn]. If an option
+        has the name of an argument, pass a config or a hook.
 
         Returns:
             FirstSteps: the error of the first step's gradients against the exact mean, the peak of

@@ -30,8 +30,7 @@ from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of, hook_spec
-from commhooks.lab.limits import check_model
-from commhooks.lab.machine import cores, free_memory
+from commhooks.lab.machine import check_model, cores, free_memory
 from commhooks.lab.models import ModelError, Workload
 from commhooks.lab.simulation.dry_run import as_launched, check_kernels, dry_run, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
