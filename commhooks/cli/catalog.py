@@ -43,7 +43,9 @@ def list_hooks() -> None:
         members = [info for info in infos if info.family == family]
         lines += [(title,)] if members else []
         for info in members:
-            lines.append((f"  {info.name}", _average(info), _ratio(info), *_losses(info)))
+            ratio = usual_ratio(info.name) if family != "wrappers" else None
+            fewer = f"{ratio:.1f}x" if ratio else ""
+            lines.append((f"  {info.name}", _average(info), fewer, *_losses(info)))
             needs = f"needs {', '.join(info.needs)}" if info.needs else ""
             lines += [(f"    {text}",) for text in textwrap.wrap(needs, _WIDTH)]
     click.echo(f"{aligned(lines, left=(0, 1))}\n{_CAPTION}")
@@ -61,11 +63,6 @@ def _average(info: HookInfo) -> str:
     if info.lossless:
         return "as inner" if any("CommHook" in option.type for option in info.options) else "exact"
     return "lossy" if info.consensus else "different"
-
-
-def _ratio(info: HookInfo) -> str:
-    ratio = usual_ratio(info.name) if info.family != "wrappers" else None
-    return f"{ratio:.1f}x" if ratio else ""
 
 
 def _losses(info: HookInfo) -> list[str]:

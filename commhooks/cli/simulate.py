@@ -97,12 +97,19 @@ def _measured(
         raise CommHookOptionError(
             f"{path}: expected measurements of {job}, found those of {known.job}; use another file"
         )
-    missing = specs if known is None else known.lacking(specs, sizes)
+    missing = [
+        spec
+        for spec in specs
+        if known is None or spec not in known or set(sizes) - known.of(spec).by_size.keys()
+    ]
     if missing:
         console = Console(stderr=True)
         with console.status(f"measuring {job.model} with {len(missing)} hooks"):
             found = measure(job, missing, sizes)
-        known = found if known is None else known.with_more(found)
+        if known is not None:
+            dry_runs = {**known.dry_runs, **found.dry_runs}
+            found = replace(known, dry_runs=dry_runs, reasons=found.reasons)
+        known = found
         if path is not None:
             known.save(path)
     assert known is not None

@@ -94,9 +94,18 @@ def shaped_link(
     with _removal(base, hosts):
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
         _run("ip", "link", "set", f"{base}b", "up")
+        burst = burst_bytes(bits_per_second)
+        rate = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
         for index, host in enumerate(hosts):
-            _add_host(base, index, host)
-            _shape(host, bits_per_second)
+            outside, inside = f"{base}v{index}", ("peer", "name", _INTERFACE, "netns", host)
+            address = f"{_NETWORK}.{index + 1}/24"
+            _run("ip", "netns", "add", host)
+            _run("ip", "link", "add", outside, "type", "veth", *inside)
+            _run("ip", "link", "set", outside, "master", f"{base}b", "up")
+            _run("ip", "-n", host, "addr", "add", address, "dev", _INTERFACE)
+            _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
+            _run("ip", "-n", host, "link", "set", "lo", "up")
+            _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *rate)
         of_ranks = [host for host in hosts for _ in range(ranks_per_host)]
         prefixes = tuple(("ip", "netns", "exec", host) for host in of_ranks)
         yield ShapedLink(prefixes)
@@ -105,25 +114,6 @@ def shaped_link(
 def burst_bytes(bits_per_second: float) -> float:
     """Return how many bytes a link of this rate sends unshaped after a pause."""
     return max(_BURST_BYTES, bits_per_second / 8 * _BURST_SECONDS)
-
-
-def _add_host(base: str, index: int, host: str) -> None:
-    outside = f"{base}v{index}"
-    inside = ("peer", "name", _INTERFACE, "netns", host)
-    address = f"{_NETWORK}.{index + 1}/24"
-    _run("ip", "netns", "add", host)
-    _run("ip", "link", "add", outside, "type", "veth", *inside)
-    _run("ip", "link", "set", outside, "master", f"{base}b", "up")
-    _run("ip", "-n", host, "addr", "add", address, "dev", _INTERFACE)
-    _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
-    _run("ip", "-n", host, "link", "set", "lo", "up")
-
-
-def _shape(host: str, bits_per_second: float) -> None:
-    """Limit what the host sends."""
-    burst = burst_bytes(bits_per_second)
-    rate = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
-    _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *rate)
 
 
 @contextlib.contextmanager

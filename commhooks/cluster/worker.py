@@ -144,21 +144,18 @@ def _answer(calls: Connection, message: bytes) -> None:
     # A last resort: ends a process that holds the GIL forever after its parent is gone.
     faulthandler.dump_traceback_later(call.timeout + 30, exit=True)
     try:
-        calls.send_bytes(_run(call).pickled())
+        try:
+            with warnings.catch_warnings():
+                filters: Any = warnings.filters
+                filters[:] = call.filters
+                result = CallResult(call.fn(*call.args, **call.kwargs))
+        except BaseException as error:
+            result = CallResult.of_failure(error)
+        calls.send_bytes(result.pickled())
         if call.after is not None:
             call.after()
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _run(call: Call) -> CallResult:
-    try:
-        with warnings.catch_warnings():
-            filters: Any = warnings.filters
-            filters[:] = call.filters
-            return CallResult(call.fn(*call.args, **call.kwargs))
-    except BaseException as error:
-        return CallResult.of_failure(error)
 
 
 def _end_with_parent() -> None:

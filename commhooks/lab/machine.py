@@ -43,11 +43,6 @@ def describe_machine(device: Device = CPU) -> dict[str, str | int]:
     }
 
 
-def available_bytes() -> int | None:
-    """Return the memory that new processes can have, or None if the system does not tell."""
-    return _bytes("/proc/meminfo", "MemAvailable")
-
-
 class MemoryPeak:
     """The peak of memory use above the level at which this object was made.
 
@@ -141,7 +136,7 @@ def check_limits(world_size: int, model: ModelSize, device: Device = CPU) -> Non
     on_host = (_PROCESS_BYTES, _COPIES) if free is None else (_CUDA_PROCESS_BYTES, 0)
     where = " that share a device" if sharing > 1 else " with an own device"
     for ranks, place, available, own_bytes, copies in (
-        (world_size, "", available_bytes(), *on_host),
+        (world_size, "", _bytes("/proc/meminfo", "MemAvailable"), *on_host),
         (sharing, where, free, _CONTEXT_BYTES, _COPIES),
     ):
         needed = ranks * (own_bytes + model.parameter_bytes + copies * model.gradient_bytes)
@@ -160,6 +155,7 @@ def _trim() -> None:
 
 
 def _bytes(path: str, name: str) -> int | None:
+    """Return a number of bytes that the system tells, or None if it does not."""
     text = _fields(path).get(name)
     return None if text is None else int(text.split()[0]) * 1024  # "123 kB"
 

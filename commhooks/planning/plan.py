@@ -38,11 +38,6 @@ class GroupPlan:
     """Of the average gradient of the group."""
     why: str
 
-    @property
-    def label(self) -> str:
-        """The common part of the parameters' names."""
-        return label_of(self.names)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -89,7 +84,7 @@ class Plan:
         heads = ("group", "params", "hook", "MB sent", "ms alone", "error", "why")
         cells = (
             (
-                row.label,
+                label_of(row.names),
                 f"{row.elements / max(self.elements, 1):.1%}",
                 row.hook,
                 f"{row.wire_bytes / 1e6:.3f}",

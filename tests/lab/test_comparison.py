@@ -286,7 +286,7 @@ def test_on_ranks_of_a_job(run_ranks: Any) -> None:
     assert pair.second.endswith("(rank 1)")
     assert pair.bits_per_second > 1e6
     assert 0 < pair.latency_seconds < 1
-    assert found.slow_pairs == []
+    assert not re.search(r"\bslow$", str(found), re.M)
 
 
 def test_pairs_of_hosts_are_those_of_their_first_ranks() -> None:

@@ -62,7 +62,8 @@ def test_a_plan_prints_as_a_table(plan: Plan):
     lines = str(plan).splitlines()
     assert lines[0].split()[:3] == ["group", "params", "hook"]
     assert all(
-        line.startswith(row.label) for line, row in zip(lines[1:], merged(plan.rows), strict=False)
+        line.startswith(label_of(row.names))
+        for line, row in zip(lines[1:], merged(plan.rows), strict=False)
     )
     assert plan.reason in lines
 
@@ -91,7 +92,10 @@ def test_equal_layers_are_one_row():
     rows += [replace(row(13, "mlp", "int4", 0.1), elements=11)]
     found = merged(rows)
     times = "\N{MULTIPLICATION SIGN}"
-    assert [each.label for each in found] == [f"h.*.mlp {times}12", *(r.label for r in rows[12:])]
+    assert [label_of(each.names) for each in found] == [
+        f"h.*.mlp {times}12",
+        *(label_of(each.names) for each in rows[12:]),
+    ]
     assert found[1:] == rows[12:]
     together = found[0]
     assert (together.elements, together.wire_bytes, together.names[11]) == (120, 60.0, "h.11.mlp")

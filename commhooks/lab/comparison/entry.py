@@ -13,7 +13,6 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, hook_spec
-from commhooks.lab.simulation import BASELINE
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,6 @@ class Entry:
         """Whether the entry averages exactly, up to rounding."""
         made = None if self.config is None else create(self.config)
         return self == TORCH or (made is not None and is_lossless(made))
-
-    @property
-    def simulated_config(self) -> Mapping[str, Any] | None:
-        """The config of the hook that simulates this entry; None for the bare model.
-
-        torch DDP sends the same as plain averaging.
-        """
-        return {"name": BASELINE} if self == TORCH else self.config
 
     def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
         """Return the bytes that a rank sends in a step, if there is no hook to count them."""

@@ -31,7 +31,7 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.machine import ModelSize, cores
 from commhooks.lab.models import Workload
-from commhooks.lab.simulation import Job, Study, measure
+from commhooks.lab.simulation import BASELINE, Job, Study, measure
 from commhooks.lab.simulation.study import UNLIMITED
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
@@ -339,11 +339,8 @@ class Experiment:
     def _dry_run(self, ranks: Ranks) -> None:
         """Prepare predictions. If it fails, ``ranks`` cannot be used any more."""
         figures = self.figures(self.settings[0])
-        configs = {
-            entry.name: config
-            for entry in self.entries
-            if entry.name in figures and (config := entry.simulated_config)
-        }
+        configs = {e.name: e.config for e in self.entries if e.config and e.name in figures}
+        configs = {TORCH.name: {"name": BASELINE}} | configs  # torch DDP sends the same
         size, workload = self.conditions.world_size, self.conditions.workload
         job = Job(**vars(workload), ranks_per_machine=size, first_step=FIRST_STEP)
         try:

@@ -11,7 +11,7 @@ timed in this process: the times of an entry are those of the slowest rank in ea
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,24 +91,21 @@ class _Group:
         known = self._setting.first_steps.get(entry.name)
         if known is None:
             self._experiment.entries.append(entry)
-            self._do([Task("verifying", entry, 1)])
+            self._experiment.do([Task("verifying", entry, 1)], self._setting, self._ranks)
             self.raise_failures()
             known = self._setting.first_steps[entry.name]
         return known
-
-    def add(self, entry: Entry, benchmark: Any) -> None:
-        """Let the steps of an entry be those of a benchmark."""
-        benchmark.has_error = True  # until it has times: pytest-benchmark leaves it out
-        self.benchmarks.append((entry.name, benchmark))
 
     def time_in_turn(self) -> str:
         """Time all entries, fill the benchmarks, and return a table.
 
         A hook that fails now has no times, but a line in the table.
         """
-        self._do(timing_tasks(self._experiment.entries, self._experiment.conditions.steps))
-        self._experiment.measure_alone(self._ranks)
-        found = result_of(self._experiment)
+        experiment = self._experiment
+        tasks = timing_tasks(experiment.entries, experiment.conditions.steps)
+        experiment.do(tasks, self._setting, self._ranks)
+        experiment.measure_alone(self._ranks)
+        found = result_of(experiment)
         rows = {row.hook: row for row in found.rows}
         for name, benchmark in self.benchmarks:
             row = rows.get(name)
@@ -132,9 +129,6 @@ class _Group:
                 peak_bytes=row.peak_bytes,
             )
         return str(found)
-
-    def _do(self, tasks: Sequence[Task]) -> None:
-        self._experiment.do(tasks, self._setting, self._ranks)
 
     def raise_failures(self) -> None:
         """Raise what has failed since the last call; these hooks are left out from then on."""
@@ -253,7 +247,8 @@ class HookBenchmarks:
         self.benchmark.extra_info.update(hook=entry.name, error=first.error, noop_error=noop_error)
         if self.benchmark.stats is not None:  # it is None with --benchmark-disable
             self.benchmark.stats.stats.data.clear()  # the time of the verification
-            group.add(entry, self.benchmark)
+            self.benchmark.has_error = True  # until it has times: pytest-benchmark leaves it out
+            group.benchmarks.append((entry.name, self.benchmark))
         return first
 
 

@@ -164,15 +164,16 @@ class Comparison:
         Each begins with the names of its columns. A line of one cell is the heading of those that
         follow; lines of failed hooks are shorter.
         """
+        slowest_first = sorted(self.pairs, key=lambda pair: pair.bits_per_second)
         pairs: list[tuple[str, ...]] = [("pair of hosts", "rate", "latency", "note")]
         pairs += (
             (
                 f"{pair.first} - {pair.second}",
                 format_rate(pair.bits_per_second),
                 format_duration(pair.latency_seconds),
-                "slow" if pair in self.slow_pairs else "",
+                "slow" if pair.bits_per_second < _SLOW * slowest_first[-1].bits_per_second else "",
             )
-            for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
+            for pair in slowest_first
         )
         used_times, used_costs = (  # the columns that are not empty on all links
             {name: cell for name, cell in each.items() if any(cell(self, row) for row in self.rows)}
@@ -186,16 +187,12 @@ class Comparison:
         for link in self.links:
             times.append((f"{link}, {self.kind_of(link)}",))
             times += [(f"  {row.hook}", *cells(used_times, row)) for row in self.over(link)]
-            times += [(f"  {failure.hook}", "failed") for failure in self.failures_over(link)]
+            # Hooks that cannot be made have failed over the first link.
+            failed = [each for each in self.failures if (each.link or self.links[0]) == link]
+            times += [(f"  {failure.hook}", "failed") for failure in failed]
         costs: list[tuple[str, ...]] = [("hook", *used_costs)]
         costs += [(row.hook, *cells(used_costs, row)) for row in self.over(self.links[0])]
         return [*([pairs] if self.pairs else []), times, costs]
-
-    @property
-    def slow_pairs(self) -> list[HostPair]:
-        """The pairs with less than half of the fastest pair's rate, the slowest first."""
-        pairs = sorted(self.pairs, key=lambda pair: pair.bits_per_second)
-        return [p for p in pairs if p.bits_per_second < _SLOW * pairs[-1].bits_per_second]
 
     @property
     def links(self) -> list[str]:
@@ -221,10 +218,6 @@ class Comparison:
     def kind_of(self, link: str) -> str:
         """Return "measured" or "predicted", which the times over a link are."""
         return "measured" if any(row.measured for row in self.over(link)) else "predicted"
-
-    def failures_over(self, link: str) -> list[Failure]:
-        """Return the hooks that failed over a link; over the first, those that cannot be made."""
-        return [each for each in self.failures if (each.link or self.links[0]) == link]
 
     def exposed_spread(self, row: Row) -> float | None:
         """Return the noise of ``exposed_seconds``: as ``step_spread_seconds``, of a difference."""

@@ -80,19 +80,6 @@ class Measurements:
         """Return the dry runs of a measured hook."""
         return self.dry_runs[_hook_key(hook)]
 
-    def lacking(self, hooks: Sequence[HookLike], sizes: Sequence[int]) -> list[HookLike]:
-        """Return the hooks that have not been measured for all ``sizes``."""
-        return [
-            hook
-            for hook in hooks
-            if not (known := self.dry_runs.get(_hook_key(hook)))
-            or set(sizes) - known.by_size.keys()
-        ]
-
-    def with_more(self, other: "Measurements") -> "Measurements":
-        """Return these measurements with the dry runs of ``other`` added or replaced."""
-        return replace(self, dry_runs={**self.dry_runs, **other.dry_runs}, reasons=other.reasons)
-
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads."""
         data = asdict(replace(self, reasons={}))
