@@ -130,7 +130,6 @@ def hooks_option(
 
 
 def _option(**attributes: Any) -> Any:
-    """Return a field that is an option of the command line."""
     return field(metadata=attributes)
 
 

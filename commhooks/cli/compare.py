@@ -1,10 +1,10 @@
 """``commhooks compare``: measure hooks on a model, over links."""
 
-import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from commhooks.cli.common import (
     model_options,
 )
 from commhooks.cluster import Device, LaunchedRanks
-from commhooks.lab.comparison import Comparison, ComparisonInterrupted
+from commhooks.lab.comparison import ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
@@ -74,6 +74,10 @@ def compare(
     world_size: int | None,
     links: tuple[float, ...],
     predict: bool,
+    json: Path | None,
+    csv: Path | None,
+    plot: Path | None,
+    html: Path | None,
     **options: Any,
 ) -> None:
     """Measure hooks on a model, beside torch DDP and the bare model.
@@ -89,7 +93,6 @@ def compare(
     With `torchrun ... -m commhooks compare ...` the ranks are those that torchrun starts, and the
     network between their hosts is measured and used.
     """
-    files = {kind: options.pop(kind) for kind in _WRITERS}
     launched = dist.is_torchelastic_launched()
     if launched and (links or world_size is not None):
         raise click.UsageError(
@@ -120,26 +123,16 @@ def compare(
             for line in str(comparison).splitlines():
                 is_whole = line.startswith("Failed: ")  # one line in a pipe
                 console.print(line, soft_wrap=is_whole, highlight=False, markup=False)
-            for kind, path in files.items():
-                if path is not None:
-                    _WRITERS[kind](comparison, path)
+            if json is not None:
+                json.write_text(dumps(comparison.to_dict(), indent=1) + "\n")
+            if csv is not None:
+                csv.write_text(comparison.to_csv())
+            draw("draw_comparison", comparison, path=plot)
+            if html is not None:
+                from commhooks.cli.page import comparison_page  # takes a second to import
+
+                html.write_text(comparison_page(comparison))
     sys.exit(status or int(bool(comparison.failures)))
-
-
-def _write_html(comparison: Comparison, path: Path) -> None:
-    from commhooks.cli.page import comparison_page  # takes a second to import
-
-    path.write_text(comparison_page(comparison))
-
-
-_WRITERS: dict[str, Callable[[Comparison, Path], object]] = {
-    "json": lambda comparison, path: path.write_text(
-        json.dumps(comparison.to_dict(), indent=1) + "\n"
-    ),
-    "csv": lambda comparison, path: path.write_text(comparison.to_csv()),
-    "plot": lambda comparison, path: draw("draw_comparison", comparison, path=path),
-    "html": _write_html,
-}
 
 
 @contextmanager

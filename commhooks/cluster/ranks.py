@@ -156,7 +156,6 @@ class Ranks(RankCaller, AbstractContextManager["Ranks"]):
         return self._pool.run(fn, self.world_size, args, kwargs, timeout=timeout)
 
     def close(self) -> None:
-        """End the processes."""
         self._pool.close()
 
     def __exit__(self, *_: object) -> None:
@@ -262,7 +261,6 @@ class RankProcess:
         self.connection.send_bytes(pickle.dumps(data))
 
     def send(self, call: Call) -> None:
-        """Start a call."""
         self.ready = False
         self.connection.send_bytes(call.pickled())
 
@@ -276,7 +274,6 @@ class RankProcess:
         return result
 
     def is_alive(self) -> bool:
-        """Return whether the process is still running."""
         return self._process.poll() is None
 
     def exit_code(self) -> int | None:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import Collective, Members
+from commhooks.costs.step_trace import Collective
 
 _RING_SECONDS, _RING_INNER, _RING_OUTER = 8.4e-6, 3.4e-6, 9.6e-6
 _TREE_SECONDS, _TREE_INNER, _TREE_OUTER = 4.4e-6, 0.52e-6, 5.0e-6
@@ -99,10 +99,6 @@ class _Shape:
     per_node: int
     nodes: int
 
-    @classmethod
-    def of(cls, members: Members, network: Network) -> "_Shape":
-        return cls(members.per_node, members.nodes(network.nodes))
-
     @property
     def size(self) -> int:
         return self.per_node * self.nodes
@@ -151,7 +147,7 @@ class Gloo:
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost of a collective. Raises ValueError for an unknown operation."""
         members = collective.members
-        traffic = self._traffic(collective, _Shape.of(members, network))
+        traffic = self._traffic(collective, _Shape(members.per_node, members.nodes(network.nodes)))
         waiting = max(0.0, self.round_seconds - self.message_cpu_seconds)
         return Cost(
             latency_seconds=traffic.latency(network, waiting, waiting),
@@ -199,7 +195,7 @@ class NCCL:
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost of a collective. Raises ValueError for an unknown operation."""
         members = collective.members
-        shape = _Shape.of(members, network)
+        shape = _Shape(members.per_node, members.nodes(network.nodes))
         nbytes, size, nodes = collective.tensor_bytes, shape.size, shape.nodes
 
         def cost(traffic: _Traffic, seconds: float, inner: float, outer: float) -> Cost:

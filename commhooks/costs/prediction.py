@@ -10,7 +10,7 @@ each rank. Local work grows with N when something is done for each peer.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated
 
 import numpy as np
@@ -68,9 +68,17 @@ class DryRuns:
         found = []
         for kind in zip(*(self.by_size[known] for known in sizes), strict=True):
             share, trace = kind[0]
-            buckets = zip(*(each.buckets for _, each in kind), strict=True)
-            extrapolated = tuple(_bucket(size, sizes, known) for known in buckets)
-            found.append((share, replace(trace, buckets=extrapolated)))
+            extrapolated = []
+            for known in zip(*(each.buckets for _, each in kind), strict=True):
+                if len({each.structure for each in known}) > 1:
+                    structures = {n: each.structure for n, each in zip(sizes, known, strict=True)}
+                    raise CommHookError(
+                        f"cannot predict the hook among {size} ranks: its collectives depend on "
+                        f"the world size, {structures}; simulate at most {_LARGEST} ranks"
+                    )
+                seconds, nbytes = partial(seconds_at, size, sizes), partial(bytes_at, size, sizes)
+                extrapolated.append(merged_work(known, seconds, nbytes))
+            found.append((share, replace(trace, buckets=tuple(extrapolated))))
         return found
 
 
@@ -131,20 +139,6 @@ def predict(
         gradient_bytes=kinds[0][1].gradient_bytes,
         wire_bytes=mean([trace.wire_bytes(network.nodes) for _, trace in kinds]),
         events=sum(timing.events for timing in timings),
-    )
-
-
-def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> BucketTrace:
-    if len({trace.structure for trace in known}) > 1:
-        found = {n: trace.structure for n, trace in zip(sizes, known, strict=True)}
-        raise CommHookError(
-            f"cannot predict the hook among {size} ranks: its collectives depend on the world "
-            f"size, {found}; simulate at most {_LARGEST} ranks"
-        )
-    return merged_work(
-        known,
-        lambda seconds: seconds_at(size, sizes, seconds),
-        lambda nbytes: bytes_at(size, sizes, nbytes),
     )
 
 

@@ -102,7 +102,6 @@ def _loss_of(output: Any) -> Tensor:
 
 
 def built_in_models() -> list[str]:
-    """Return the names of the built-in models."""
     return sorted(_BUILT_IN)
 
 

@@ -73,7 +73,6 @@ class Plan:
         return math.fsum(row.wire_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        """Return the table and the summary."""
         return f"{self.table()}\n\n{self.summary}"
 
     def table(self, *, all_groups: bool = False) -> str:
@@ -125,7 +124,6 @@ class Plan:
         )
 
     def save(self, path: Path | str) -> None:
-        """Write the plan to a file."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -84,7 +84,6 @@ def _why_exact(problem: Problem) -> str:
 
 
 def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
-    """Return the plan of an assignment."""
     return Plan(
         rows=tuple(_row(problem, *p) for p in zip(problem.groups, assignment, strict=True)),
         before=problem.replay(problem.uniform(problem.plain)),

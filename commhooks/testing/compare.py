@@ -59,7 +59,6 @@ def disagreement(found: Gradients) -> list[str]:
 
 
 def layout_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return dtype, shape, device and strides."""
     return tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.stride()
 
 

@@ -119,7 +119,6 @@ class Turn:
         return StepTimes(device.seconds(start, end), device.seconds(middle, end))
 
     def clear(self) -> None:
-        """Clear the gradients."""
         self._model.zero_grad(set_to_none=self._workload.set_to_none)
 
     def close(self) -> None:

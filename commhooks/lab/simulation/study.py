@@ -118,33 +118,25 @@ class Study:
         ``break_even`` has the ends of the interval in bits per second; null stands for no end.
         """
         sizes = self.curve_sizes()
+        hooks = {}
+        for hook, prediction in self.predictions.items():
+            rates = self.break_even(hook)
+            ends = rates and {
+                name: end if math.isfinite(end) else None for name, end in asdict(rates).items()
+            }
+            curve = self.curve(hook, sizes)
+            hooks[hook] = asdict(prediction) | {"break_even": ends, "curve_seconds": curve}
         return {
             "network": asdict(self.network),
             "backend": self.backend.name,
             "alone_seconds": self.alone_seconds,
-            "hooks": {
-                hook: asdict(prediction)
-                | {
-                    "break_even": _ends(self.break_even(hook)),
-                    "curve_seconds": self.curve(hook, sizes),
-                }
-                for hook, prediction in self.predictions.items()
-            },
+            "hooks": hooks,
             "curve_ranks": sizes,
             "advice": self.advice,
         }
 
     def _simulate(self, hook: str, network: Network) -> Prediction:
         return predict(self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed)
-
-
-def _ends(rates: BreakEvenRates | None) -> dict[str, float | None] | None:
-    if rates is None:
-        return None
-    return {
-        "above": rates.above,
-        "below": rates.below if math.isfinite(rates.below) else None,
-    }
 
 
 def break_even_rates(is_faster: Callable[[float], bool]) -> BreakEvenRates | None:
