@@ -204,5 +204,8 @@ def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(EngFormatter("s"))
 
-    steps = (before, "plain averaging", plan.before), (after, "with the plan", plan.after)
-    save([lambda axes, step=step: draw(axes, *step) for step in steps], path)
+    panels: list[Panel] = [
+        partial(draw, intervals=before, title="plain averaging", timing=plan.before),
+        partial(draw, intervals=after, title="with the plan", timing=plan.after),
+    ]
+    save(panels, path)

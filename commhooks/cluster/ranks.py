@@ -318,13 +318,9 @@ def start_worker(
     output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls :func:`commhooks.cluster.worker.serve`.
+    """Start a process that calls ``serve(*passed)`` of worker.py, with these environment variables.
 
-    Args:
-        prefix: words to put before the command.
-        passed: the file descriptors that ``serve`` takes.
-        output: receives the standard output and error; None for those of this process.
-        environment: all environment variables of the process.
+    ``output`` receives the standard output and error; None stands for those of this process.
     """
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", f"{_SERVE}; serve{passed}"],
