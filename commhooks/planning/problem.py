@@ -80,11 +80,6 @@ class Group:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     """The candidate hooks of the group, plain averaging among them."""
 
-    @property
-    def label(self) -> str:
-        """A name for tables, such as ``attention.*.weight x12``."""
-        return label_of(self.names)
-
     def loss(self, hook: str) -> float:
         """Return |average - exact|^2 of a hook with error feedback, after many steps.
 
@@ -141,7 +136,7 @@ class Problem:
         yield from (f"parameter {name!r} is in two groups" for name in names if names[name] > 1)
         for group in self.groups:
             errors = {hook: choice.error for hook, choice in group.choices.items()}
-            expected = f"group {group.label!r}: expected"
+            expected = f"group {label_of(group.names)!r}: expected"
             if not 0 <= group.norm < math.inf:
                 yield f"{expected} a finite norm, found {group.norm}"
             if self.plain not in errors or not errors.keys() <= self.overheads.keys():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from commhooks.planning.plan import GroupPlan, Plan
+from commhooks.planning.plan import GroupPlan, Plan, label_of
 from commhooks.planning.problem import Assignment, Group, Problem
 
 LEAST_SAVING = 0.05
@@ -79,7 +79,7 @@ def _why_exact(problem: Problem) -> str:
         return ""
     return (
         f"Average exactly: no other candidate keeps the error within {problem.error:.3g}; the "
-        f"nearest, {hook}, has {group.choices[hook].error:.3g} on {group.label}."
+        f"nearest, {hook}, has {group.choices[hook].error:.3g} on {label_of(group.names)}."
     )
 
 

@@ -6,7 +6,7 @@ problem if a collective follows, because the other ranks wait for this one.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -412,20 +412,17 @@ class _Recorder(CommHook):
 
     inner: CommHook
 
-    contributions: dict[tuple[int, int], Tensor | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    returned: dict[tuple[int, int], Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.contributions: dict[tuple[int, int], Tensor | None] = {}
+        self.returned: dict[tuple[int, int], Tensor] = {}
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         within = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, within)
         at = bucket.step, bucket.index()
-        self.contributions[at] = (
-            None if within.contribution is None else within.contribution.clone()
-        )
+        sent = within.contribution
+        self.contributions[at] = None if sent is None else sent.clone()
         self.returned[at] = average.clone()
         return average
 

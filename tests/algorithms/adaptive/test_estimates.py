@@ -13,6 +13,7 @@ from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.timing import HOST, Run
 from commhooks.algorithms.wrappers.trial import Check, draw_sample
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.planning.plan import label_of
 from reducer import GradBucket
 
 # ---------------------------------------------------------------------------------------- link
@@ -90,8 +91,8 @@ def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
         ({"head"}, 0, False),
         ({"far"}, 1, False),
     ]
-    assert groups[0].label == "h.*.w \N{MULTIPLICATION SIGN}2"
-    assert groups[3].label == "head"
+    assert label_of(groups[0].names) == "h.*.w \N{MULTIPLICATION SIGN}2"
+    assert label_of(groups[3].names) == "head"
 
 
 def bucket_of(shapes: dict[str, tuple[int, ...]]) -> GradBucket:
