@@ -284,7 +284,18 @@ class Experiment:
         match task.kind:
             case "verifying":
                 first = _worst(ranks.do(ComparedModel.verify, entry))
-                self._check_error(entry, first.error)
+                error, rounding = first.error or 0.0, _ROUNDINGS * self.model.precision
+                if not math.isfinite(error):
+                    raise CommHookError(
+                        "the gradients of a step are not finite, or their mean is zero or not "
+                        "finite"
+                    )
+                if error > rounding and entry.is_exact:
+                    raise CommHookError(
+                        f"expected the exact mean to within rounding ({rounding:.1e}), found "
+                        f"gradients with a relative error of {error:.1e}. Is the model's gradient "
+                        "the same in each run with the same torch.manual_seed()?"
+                    )
                 setting.first_steps[name] = first
             case "measuring":
                 by_rank: list[Block] = ranks.do(
@@ -306,21 +317,6 @@ class Experiment:
                         f"training diverged: expected a finite validation loss, found "
                         f"{point.validation_loss} after {point.step} steps"
                     )
-
-    def _check_error(self, entry: Entry, error: float | None) -> None:
-        if error is None:
-            return
-        if not math.isfinite(error):
-            raise CommHookError(
-                "the gradients of a step are not finite, or their mean is zero or not finite"
-            )
-        rounding = _ROUNDINGS * self.model.precision
-        if error > rounding and entry.is_exact:
-            raise CommHookError(
-                f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
-                f"with a relative error of {error:.1e}. Is the model's gradient the same in each "
-                "run with the same torch.manual_seed()?"
-            )
 
     def _fail(self, error: Exception, task: Task, setting: Setting) -> None:
         """Drop what has been measured with the entry of a failed task in this phase."""
