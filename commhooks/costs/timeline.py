@@ -69,13 +69,15 @@ def replay(
 
     Appends what happened to ``intervals``, in the order of ends.
     """
-    seconds, events = _Replay(trace, network, backend, cores, intervals).run()
+    step = _Replay(trace, network, backend, cores, intervals)
+    _run(step.backward())
+    seconds = step.clock.run()
     slowdown = 1.0 / Resource(cores, limit=1.0, crowded=_CROWDED).speed()
     return Timing(
         forward_seconds=trace.forward_seconds * slowdown,
         backward_seconds=seconds,
         exposed_seconds=max(0.0, seconds - trace.backward_seconds * slowdown),
-        events=events,
+        events=step.clock.events,
     )
 
 
@@ -217,7 +219,7 @@ class _Replay:
         self._intervals = intervals
         self._network = network
         self._backend = backend
-        self._clock = EventClock()
+        self.clock = EventClock()
         self._cores = Resource(cores, limit=1.0, crowded=_CROWDED)
         self._link = Resource(network.link.bytes_per_second)
         self._node_link = Resource(network.node_link.bytes_per_second)
@@ -228,12 +230,7 @@ class _Replay:
         self._has_stage_groups = backend.has_stage_groups and not trace.is_native
         self._has_sent = False
 
-    def run(self) -> tuple[float, int]:
-        """Return the time at which backward ends, and the number of events."""
-        _run(self._backward())
-        return self._clock.run(), self._clock.events
-
-    def _backward(self) -> _Process:
+    def backward(self) -> _Process:
         """Launch the hook bucket by bucket, then unpack averages in this order."""
         for execution in self._executions:
             yield from self._work("backward", execution, execution.trace.backward_seconds)
@@ -247,7 +244,7 @@ class _Replay:
         trace = execution.trace
         for seconds, awaited in zip(trace.local_seconds, (*trace.collectives, None), strict=True):
             if self._trace.is_native:
-                yield partial(self._clock.use, self._cores, seconds)
+                yield partial(self.clock.use, self._cores, seconds)
             else:
                 yield self._thread.enter
                 yield from self._work("hook", execution, seconds)
@@ -285,7 +282,10 @@ class _Replay:
 
     def _execute(self, execution: _Execution, collective: Collective, stage: int) -> _Process:
         """Wait for the latency, then use the links and the cores at the same time."""
-        group = self._group(collective.members, stage)
+        has_stages = self._has_stage_groups  # each of which executes one collective at a time
+        key = collective.members, stage if has_stages else None
+        width = 1 if has_stages else self._backend.concurrent
+        group = self._groups.setdefault(key, _Queue(width))
         cost = self._backend.cost(collective, self._network)
         uses = [
             (self._link, cost.link_bytes),
@@ -294,20 +294,13 @@ class _Replay:
         ]
         uses = [(resource, amount) for resource, amount in uses if amount > 0]
         yield group.enter
-        start = self._clock.now
-        yield partial(self._clock.wait, cost.latency_seconds)
+        start = self.clock.now
+        yield partial(self.clock.wait, cost.latency_seconds)
         if uses:
             yield partial(self._use_all, uses)
         self._record(collective.operation, execution, start)
         group.leave()
         execution.on_completed()
-
-    def _group(self, members: Members, stage: int) -> _Queue:
-        """Return a process group; one of a stage executes one collective at a time."""
-        key = (members, stage if self._has_stage_groups else None)
-        if key not in self._groups:
-            self._groups[key] = _Queue(1 if self._has_stage_groups else self._backend.concurrent)
-        return self._groups[key]
 
     def _use_all(self, uses: list[tuple[Resource, float]], then: Callable[[], None]) -> None:
         left = len(uses)
@@ -319,13 +312,13 @@ class _Replay:
                 then()
 
         for resource, amount in uses:
-            self._clock.use(resource, amount, done)
+            self.clock.use(resource, amount, done)
 
     def _work(self, work: str, execution: _Execution, seconds: float) -> _Process:
-        start = self._clock.now
-        yield partial(self._clock.use, self._cores, seconds)
+        start = self.clock.now
+        yield partial(self.clock.use, self._cores, seconds)
         self._record(work, execution, start)
 
     def _record(self, work: str, execution: _Execution, start: float) -> None:
-        if self._intervals is not None and self._clock.now > start:
-            self._intervals.append(Interval(work, execution.index, start, self._clock.now))
+        if self._intervals is not None and self.clock.now > start:
+            self._intervals.append(Interval(work, execution.index, start, self.clock.now))
