@@ -14,11 +14,11 @@ and replayed with one launch. The coroutine stays the only description of the ho
 2. *Memory*. All graphs of a hook share one pool. They are replayed on one stream, one after the
    other, so the messages of one bucket reuse the memory of those of another bucket. The results
    stay, because their graphs refer to them.
-3. *Failures*. The watchdog of NCCL's process group does not know what a graph sends. So a step with
-   replays ends with a small all-reduce that it knows, which completes after all of them: a missing
-   peer ends in the same time-out as without graphs.
+3. *Failures*. The watchdog of NCCL's process group does not know what a graph sends. So a step in
+   which a rank may replay ends, on all ranks, with a small all-reduce that it knows, completed
+   after all replays: a missing peer ends in the same time-out as without graphs.
 
-``COMMHOOKS_CUDA_GRAPHS=1`` turns replays on, on NCCL.
+``COMMHOOKS_CUDA_GRAPHS=1``, on all ranks, turns replays on, on NCCL.
 """
 
 import operator
@@ -35,7 +35,7 @@ from commhooks.hook.base import CommHook, TensorState, tree
 from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
-_MOST_CAPTURES = 3 if os.environ.get("COMMHOOKS_CUDA_GRAPHS") == "1" else 0
+MOST_CAPTURES = 3 if os.environ.get("COMMHOOKS_CUDA_GRAPHS") == "1" else 0
 """Per bucket. Where the memory of a bucket changes again and again, capturing costs more."""
 
 
@@ -101,7 +101,7 @@ class Replays:
         if memory != known.memory or not self._has_states(known):
             known.memory, known.states = memory, [hook.state for hook in self._hooks]
             known.replay = None
-        elif known.replay is None and known.captures < _MOST_CAPTURES:
+        elif known.replay is None and known.captures < MOST_CAPTURES:
             known.captures += 1
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             known.replay = Replay(self._pool)

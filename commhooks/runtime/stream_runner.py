@@ -16,6 +16,7 @@ from commhooks.comm.exchange import NOT_BEGUN, Exchange, completed, new_future
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import tree
+from commhooks.runtime import replays
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.replays import Replay, Replays
 from commhooks.runtime.runner import Runner
@@ -61,8 +62,8 @@ class StreamRunner(Runner):
         super().__init__(*args, **kwargs)
         self._replays = Replays(self._hook)
         self._can_capture = _can_capture(self._group, self._device)
-        self._replayed = False
-        """Whether a bucket of this step was replayed."""
+        self._may_replay = False
+        """Whether a rank may have replayed a bucket of this step; the same on all ranks."""
         self._private: dict[str, PrivateGroups] = {}  # by purpose
         self._failure: str | None = None
         self._exchange_stream = SideStream(self._device)
@@ -112,7 +113,10 @@ class StreamRunner(Runner):
     def _replay_of(self, bucket: GradBucket) -> Replay | None:
         """Return the graph that does the work of a step on a bucket, or that is to capture it."""
         first = self.capturable_from()
-        if not self._can_capture or first is None or bucket.step < first or self._failure:
+        if not self._can_capture or first is None or bucket.step < first:
+            return None
+        self._may_replay = replays.MOST_CAPTURES > 0
+        if self._failure is not None:
             return None
         return self._replays.of(bucket)
 
@@ -127,7 +131,6 @@ class StreamRunner(Runner):
             ) from error
         replay.run = execution.costs()
         replay.launch()
-        self._replayed = True
         return replay.result
 
     def _launch(self, replay: Replay, bucket: GradBucket) -> Future[Tensor]:
@@ -138,7 +141,6 @@ class StreamRunner(Runner):
         with self._stream:
             replay.launch()
             future.set_result(replay.result)
-        self._replayed = True
         ended = replace(replay.run, start_ns=start, end_ns=time.monotonic_ns())
         self.collector.record(ended, bucket)
         if bucket.is_last():
@@ -222,10 +224,10 @@ class StreamRunner(Runner):
     def _end_step(self) -> None:
         """Begin the exchanges of the step, and let the backend know of its replays."""
         self._run_exchanges()
-        if self._replayed and self._group.size() > 1:
+        if self._may_replay and self._group.size() > 1:
             with self._stream:
                 self._group.allreduce([torch.ones(1, device=self._device)])
-        self._replayed = False
+        self._may_replay = False
 
     def _run_exchanges(self) -> None:
         """Enqueue the exchanges of this step, whose results streams of later steps wait for."""
