@@ -23,6 +23,7 @@ from commhooks.extensions import KERNELS
 from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
+from commhooks.runtime import replays
 from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
 from commhooks.state.saved import load_state, saved_state
@@ -314,6 +315,9 @@ def _agreed(
         if not KERNELS.is_compiled:
             # Gloo's own collectives are used then: comm/point_to_point.py.
             identity += f", without {KERNELS.name}"
+        if replays.MOST_CAPTURES > 0:
+            # Steps end with one more collective then: Note [Replays].
+            identity += f", with {replays.SWITCH}=1"
     except BaseException as error:
         # Whatever it is: other ranks may have no such error, and would wait.
         failure, identity = error, f"{type(error).__name__}: {error}"

@@ -35,7 +35,8 @@ from commhooks.hook.base import CommHook, TensorState, tree
 from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
-MOST_CAPTURES = 3 if os.environ.get("COMMHOOKS_CUDA_GRAPHS") == "1" else 0
+SWITCH = "COMMHOOKS_CUDA_GRAPHS"
+MOST_CAPTURES = 3 if os.environ.get(SWITCH) == "1" else 0
 """Per bucket. Where the memory of a bucket changes again and again, capturing costs more."""
 
 

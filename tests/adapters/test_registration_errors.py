@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import commhooks
 import reducer.agreement
 from commhooks import extensions
 from commhooks.adapters import handle
+from commhooks.runtime import replays
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "option out of range": ("powersgd", {"rank": 0}, "'rank'.*>= 1; found 0"),
@@ -170,6 +172,20 @@ def mix_installations(rank: int, size: int) -> None:
             commhooks.register(commhooks.DistributedDataParallel(nn.Linear(2, 2)), "int8")
     finally:
         handle.KERNELS = extensions.KERNELS
+
+
+def mix_switches(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
+    with (
+        patch.object(replays, "MOST_CAPTURES", 3 * rank),
+        pytest.raises(commhooks.CommHookMismatchError, match=r"int8.*with COMMHOOKS_CUDA_GRAPHS=1"),
+    ):
+        commhooks.register(model, "int8")
+
+
+def test_all_ranks_replay_or_none(run_ranks: Any) -> None:
+    """Only steps with replays end with an all-reduce, which would meet another collective."""
+    run_ranks(mix_switches, 2)
 
 
 def test_all_ranks_have_the_extension_or_none(run_ranks: Any) -> None:
