@@ -112,7 +112,7 @@ class KeepsErrors(CommHook):
     """Base of hooks that can keep what they do not send, and that need kernels on a GPU.
 
     Errors in bfloat16 are rounded stochastically, or what is below half of their last digit would
-    be lost in each step. A step works on a copy of the bucket's errors in float32.
+    be lost in each step. A step changes a copy of them, in the type in which kernels compute.
     """
 
     # Without types, or they would be options of all hooks.
@@ -155,7 +155,8 @@ class KeepsErrors(CommHook):
             yield None
             return
         kept = self._errors.of(bucket, self.state)
-        error = kept if self.error_dtype is None else kept.float()
+        wide = at_least_float32(bucket.buffer().dtype)
+        error = kept if self.error_dtype is None else kept.to(wide)
         yield error
         if error is not kept:
             seed = bits_of(f"error:{bucket.key}:{comm.step}:{comm.rank}")
