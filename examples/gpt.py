@@ -100,7 +100,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = linear(self.norm(x), self.token_embedding.weight)  # (B, T, V)
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # In bfloat16 a loss has three digits.
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _initialize(module: nn.Module) -> None:

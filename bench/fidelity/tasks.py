@@ -122,15 +122,17 @@ class Text:
     """The demo's byte-level GPT, on Python's standard library.
 
     ``sequences``: per rank and step. ``validation_batches``: of 8 sequences, one or more per rank.
+    ``dtype``: of the parameters and of all computations.
     """
 
     shape: GPTConfig
     sequences: int
     validation_batches: int
     corpus: Callable[[], Corpus] = _corpus
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> nn.Module:
-        return GPT(self.shape)
+        return GPT(self.shape).to(self.dtype)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
         text, length = self.corpus().train, self.shape.block_size
@@ -233,6 +235,11 @@ LANGUAGE = Task(
 """
 ALL_TASKS = TASKS | {
     "language": LANGUAGE,
+    "language-bf16": replace(
+        LANGUAGE,
+        summary="the language task with parameters, gradients and optimizer states in bfloat16",
+        make_data=functools.partial(LANGUAGE.make_data, dtype=torch.bfloat16),
+    ),
     **{
         f"{name}-8000": replace(
             TASKS[name],
