@@ -19,7 +19,7 @@ import torch
 from commhooks.errors import CommHookStateError
 from commhooks.state.entries import put
 from commhooks.state.files import Handle
-from commhooks.state.layout import Source, layout_of
+from commhooks.state.layout import Source, layout_of, of_part
 from commhooks.state.saved import NoStateError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -77,12 +77,13 @@ class HookState:
                 )
             return self.handle.state_dict()
         stored = self._stored()
-        found = (Source.of(path[1]) for path in stored if path[0] == "tensors")
-        old = next((source.layout for source in found if source is not None), None)
-        if old is None:
-            return {}
         ranks = self.handle.adapter
-        sources = set(map(str, old.sources(layout_of(ranks), ranks.rank)))
+        found = (Source.of(path[1]) for path in stored if path[0] == "tensors")
+        own = of_part((source for source in found if source is not None), ranks.part)
+        if not own:
+            return {}
+        old, part = own[0].layout, own[0].part
+        sources = set(map(str, old.sources(layout_of(ranks), ranks.rank, part)))
         targets: dict[str, Any] = {"state": {source: {} for source in sorted(sources)}}
         for path, it in stored.items():
             if path[0] in _FIELDS:

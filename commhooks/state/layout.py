@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.errors import CommHookStateError
+
 
 class Ranks:
     """The ranks that train a model together, and what this one has of the model."""
@@ -50,6 +52,21 @@ class Ranks:
         """The number of ranks that train the model together."""
         return self.group.size() * self.shards
 
+    @property
+    def part(self) -> int:
+        """The first of these ranks in the default group.
+
+        It tells apart what other ranks train: stages of a pipeline, shards of tensor parallelism.
+        """
+        groups = (self.group, *self.shard_groups[:1])
+        if not dist.is_initialized() or self.world_size == dist.get_world_size():
+            return 0
+        try:
+            firsts = [min(dist.get_process_group_ranks(group)) for group in groups]
+        except KeyError:  # a group that another library made
+            return 0
+        return sum(firsts) - (len(firsts) - 1) * dist.get_rank()
+
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""
         return None
@@ -64,14 +81,14 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         return f"{self.replicas}x{self.shards}"
 
-    def sources(self, here: "Layout", rank: int) -> list["Source"]:
-        """Return the parts of a state, saved on these ranks, that ``rank`` of ``here`` reads."""
+    def sources(self, here: "Layout", rank: int, part: int = 0) -> list["Source"]:
+        """Return the sources of a state, saved on these ranks, that ``rank`` of ``here`` reads."""
         ranks = range(rank, self.size, here.size)  # of the same shard, if there are as many shards
         shards: Iterable[int] = range(rank, self.shards, here.size)
         if self.shards == here.shards:
             shards = [rank % self.shards]
         numbers = {"rank": ranks, "shard": shards}
-        return [Source(kind, each, self) for kind, found in numbers.items() for each in found]
+        return [Source(kind, each, self, part) for kind, found in numbers.items() for each in found]
 
     @property
     def size(self) -> int:
@@ -85,18 +102,38 @@ class Source(NamedTuple):
     kind: str
     number: int
     layout: Layout
+    part: int
+    """:attr:`Ranks.part`."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number} of {self.layout}"
+        part = f", part {self.part}" if self.part else ""
+        return f"{self.kind} {self.number} of {self.layout}{part}"
 
     @classmethod
     def of(cls, text: object) -> "Source | None":
         """Return the source that ``text`` names, if any."""
-        match = re.fullmatch(r"(rank|shard) (\d+) of (\d+)x(\d+)", str(text), re.ASCII)
+        pattern = r"(rank|shard) (\d+) of (\d+)x(\d+)(?:, part (\d+))?"
+        match = re.fullmatch(pattern, str(text), re.ASCII)
         if match is None:
             return None
-        number, replicas, shards = map(int, match.groups()[1:])
-        return cls(match[1], number, Layout(replicas, shards))
+        number, replicas, shards, part = map(int, match.groups("0")[1:])
+        return cls(match[1], number, Layout(replicas, shards), part)
+
+
+def of_part(sources: Iterable[Source], part: int) -> list[Source]:
+    """Return the sources of a part of the model: the part of that number, or the only one.
+
+    Raises CommHookStateError if there are several others.
+    """
+    by_part: dict[int, list[Source]] = {}
+    for source in sources:
+        by_part.setdefault(source.part, []).append(source)
+    if len(by_part) > 1 and part not in by_part:
+        raise CommHookStateError(
+            f"expected the state of part {part} of the model, found those of {sorted(by_part)}. A "
+            "part has the number of its first rank: resume on the same mesh of ranks"
+        )
+    return by_part.get(part) or [each for found in by_part.values() for each in found]
 
 
 def layout_of(ranks: Ranks) -> Layout:

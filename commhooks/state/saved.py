@@ -12,7 +12,7 @@ import torch
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.entries import count, merge, parts_of, put
-from commhooks.state.layout import Layout, Ranks, Source, layout_of
+from commhooks.state.layout import Layout, Ranks, Source, layout_of, of_part
 from commhooks.state.spread import Key, Spread
 from reducer.agreement import values_of_ranks
 
@@ -24,7 +24,8 @@ _MOST_STEPS = 2**62  # the reducer counts in 64 bits
 def saved_state(hook: CommHook, ranks: Ranks) -> dict[str, Any]:
     """Return this rank's part of the state, in the form that ``commhooks.state`` documents."""
     here = layout_of(ranks)
-    own, same = Source("rank", ranks.rank, here), Source("shard", ranks.rank % here.shards, here)
+    own = Source("rank", ranks.rank, here, ranks.part)
+    same = Source("shard", ranks.rank % here.shards, here, ranks.part)
     state: dict[str, dict[Any, Any]] = {str(own): {}, str(same): {}}
     for part in parts_of(hook.state_dict(), hook, ranks.parameters):
         for key, entry in part.entries.items():
@@ -71,7 +72,7 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
         _check_form(saved)
         _check_hook(saved, hook)
         outcome.step = saved["step"]
-        outcome.layout, sources = _sources(saved, here, ranks.rank)
+        outcome.layout, sources = _sources(saved, ranks)
         if outcome.layout not in (None, here):
             spread = Spread(hook, ranks, outcome.layout)
             spread.add({source: saved["state"].get(str(source), {}) for source in sources})
@@ -215,16 +216,16 @@ def _check_form(saved: Any) -> None:
         raise CommHookStateError(f"expected a step of at least 0, found {saved['step']}")
 
 
-def _sources(
-    saved: Mapping[str, Any], here: Layout, rank: int
-) -> tuple[Layout | None, list[Source]]:
+def _sources(saved: Mapping[str, Any], ranks: Ranks) -> tuple[Layout | None, list[Source]]:
     """Return the layout of the ranks that saved the state, and the parts that this rank needs."""
+    here, rank = layout_of(ranks), ranks.rank
     found = {key: Source.of(key) for key in saved["state"]}
     if unknown := [key for key, source in found.items() if source is None]:
         raise CommHookStateError(
             f"expected keys such as 'rank {rank} of {here}' in the state, found {unknown[0]!r}"
         )
-    layouts = {source.layout for source in found.values() if source is not None}
+    own = of_part([source for source in found.values() if source is not None], ranks.part)
+    layouts = {source.layout for source in own}
     if not layouts:
         return None, []
     if len(layouts) > 1:
@@ -232,7 +233,7 @@ def _sources(
             f"expected a state of one set of ranks, found those of {', '.join(map(str, layouts))}"
         )
     (layout,) = layouts
-    sources = layout.sources(here, rank)
+    sources = layout.sources(here, rank, own[0].part)
     missing = [it for it in sources if it.kind == "rank" and str(it) not in found]
     if missing:
         if not any(saved["tensors"].values()) and not count(saved["state"]):

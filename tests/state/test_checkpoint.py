@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
 from commhooks.hook.base import tree
@@ -72,6 +73,44 @@ def round_trip(rank: int, size: int, folder: str, names: list[str]) -> None:
 
 def test_the_same_ranks_get_their_states(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(round_trip, 2, str(tmp_path), list(HOOKS))
+
+
+def save_parts(rank: int, size: int, folder: str) -> None:
+    """Ranks 0 and 2 train one part of a model, ranks 1 and 3 another, with the same names."""
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "part")).get_group("data")
+
+    def part(steps: int) -> commhooks.HookHandle:
+        model = commhooks.DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        handle = commhooks.register(model, "int4")
+        for step in range(steps):
+            draw = torch.Generator().manual_seed(size * step + rank)
+            model(torch.randn(3, 4, generator=draw)).square().sum().backward()
+        return handle
+
+    saved = part(3)
+    dcp.save({"hook": HookState(saved)}, checkpoint_id=folder)
+    gathered = [GatheredState(saved).state_dict()]
+    torch.distributed.broadcast_object_list(gathered)
+    of_dcp, of_one_file, of_itself = part(0), part(0), part(0)
+    dcp.load({"hook": HookState(of_dcp, folder)}, checkpoint_id=folder)
+    of_one_file.load_state_dict(gathered[0])
+    of_itself.load_state_dict(saved.state_dict())
+    for loaded in (of_dcp, of_one_file, of_itself):
+        assert same_bits(loaded.state_dict(), saved.state_dict())
+    moved = {
+        name: {key.replace("part 1", "part 7"): it for key, it in gathered[0][name].items()}
+        for name in ("state", "tensors")
+    }
+    with (
+        pytest.raises(commhooks.CommHookStateError, match=r"part 1 of .* found those of \[0, 7\]")
+        if rank % 2
+        else contextlib.nullcontext()
+    ):
+        part(0).load_state_dict(gathered[0] | moved)
+
+
+def test_each_part_of_a_model_gets_its_own_state(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(save_parts, 4, str(tmp_path))
 
 
 def refuse_nodes(rank: int, size: int, folder: str) -> None:
