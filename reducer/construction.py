@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 from reducer.peers import broadcast
 from reducer.wrapper_reducer import WrapperReducer
 
-# Name, shape, strides and dtype of a parameter.
+# Name, shape, strides and dtype. Of tensors that are only broadcast, the strides do not matter.
 Description = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
@@ -116,28 +116,33 @@ def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
 
 def sync_initial_state(
     named_parameters: NamedParameters,
-    buffers: Iterable[Tensor],
+    buffers: Mapping[str, Tensor],
     group: dist.ProcessGroup,
     keys: GroupKeys,
 ) -> None:
-    """Verify that ranks train the same parameters, then broadcast parameters and buffers.
+    """Verify that ranks have the same parameters and buffers, then broadcast them.
 
-    Raises RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
-    The root is rank 0 of ``group``; for parameters that are averaged over a process group of their
-    own, it is the first rank of that group. Collective.
+    Raises RuntimeError on every rank unless all have equal names, shapes, strides and dtypes: Gloo
+    would end the process, or broadcast to other places. The root is rank 0 of ``group``; for
+    parameters that are averaged over a process group of their own, it is the first rank of that
+    group. Collective.
     """
+    owned = [(name, p, keys.process_group(name, p)) for name, p in named_parameters]
     descriptions = [
-        (name, tuple(p.shape), p.stride(), str(p.dtype))
-        for name, p in named_parameters
+        (f'"{name}"', tuple(p.shape), p.stride(), str(p.dtype))
+        for name, p, _ in owned
         if p.requires_grad
     ]
+    common = [(name, p) for name, p, own in owned if own is None]
+    others: dict[str, Tensor] = {f'frozen "{name}"': p for name, p in common if not p.requires_grad}
+    others |= {f'buffer "{name}"': it for name, it in buffers.items()}
+    descriptions += [(name, tuple(it.shape), (), str(it.dtype)) for name, it in others.items()]
     device = named_parameters[0][1].device
     what = "the comparison of the ranks' parameters"
     check_agreement(descriptions, group, device, _explain, what)
-    owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
-    broadcast(group, [*(p for p, own in owners if own is None), *buffers], 0)
+    broadcast(group, [*(p for _, p in common), *buffers.values()], 0)
     for each in {id(own): own for own in keys.process_groups.values()}.values():
-        broadcast(each, [p for p, own in owners if own is each], 0)
+        broadcast(each, [p for _, p, own in owned if own is each], 0)
 
 
 def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
@@ -152,18 +157,20 @@ def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
     else:
         extra = max(reference, theirs, key=len)[min(len(reference), len(theirs))]
         difference = (
-            f"{len(reference)} require gradients on rank 0, {len(theirs)} on rank {rank}; the "
-            f'first that only one of them has is "{extra[0]}"'
+            f"{len(reference)} with the buffers on rank 0, {len(theirs)} on rank {rank}; the first "
+            f"that only one of them has is {extra[0]}"
         )
     return RuntimeError(
         f"Ranks have different parameters: {difference}. Build the model in the same way on all "
-        "ranks (same configuration, same order)."
+        "ranks (same configuration, same order), or leave out those that no rank shares: "
+        "_set_params_and_buffers_to_ignore_for_model."
     )
 
 
 def _text(description: Description) -> str:
     name, shape, strides, dtype = description
-    return f'"{name}" (shape {list(shape)}, strides {list(strides)}, {dtype})'
+    strides_text = f"strides {list(strides)}, " if strides else ""
+    return f"{name} (shape {list(shape)}, {strides_text}{dtype})"
 
 
 def make_reducer(

@@ -196,7 +196,7 @@ class DistributedDataParallel(Wrapper):
         )
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         if init_sync:
-            buffers = self.modules_buffers if broadcasts_buffers else []
+            buffers = self.named_module_buffers if broadcasts_buffers else {}
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
         self._set_up(self._connect_host())
 

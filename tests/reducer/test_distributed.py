@@ -52,6 +52,7 @@ def test_init_sync_can_be_disabled() -> None:
 
 def different_model(kind: str, rank: int) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(3, 4), nn.Conv2d(2, 3, 3)]
+    layers[0].teacher = nn.Linear(3, 4).requires_grad_(False)
     if rank == 1:
         match kind:
             case "shape":
@@ -64,6 +65,10 @@ def different_model(kind: str, rank: int) -> nn.Module:
                 layers.append(nn.Linear(2, 2))
             case "frozen":
                 layers[0].weight.requires_grad_(False)
+            case "teacher":
+                layers[0].teacher = nn.Linear(3, 5).requires_grad_(False)
+            case "cache":
+                layers[1].register_buffer("cache", torch.zeros(2))
     return nn.Sequential(*layers)
 
 
@@ -81,7 +86,9 @@ def mismatch(rank: int, world_size: int, kind: str) -> str:
         ("shape", ['"0.weight" (shape [4, 3]', '"0.weight" (shape [5, 3]', "rank 1"]),
         ("dtype", ["torch.float32", "torch.float64", "rank 1"]),
         ("strides", ['"1.weight"', "[18, 9, 3, 1]", "[18, 1, 6, 2]", "rank 1"]),
-        ("count", ["4 require gradients on rank 0, 6 on rank 1", '"2.weight"']),
+        ("count", ["parameter 4 is frozen", '"2.weight"', "rank 1"]),
+        ("teacher", ['frozen "0.teacher.weight" (shape [4, 3]', "(shape [5, 3]", "rank 1"]),
+        ("cache", ["6 with the buffers on rank 0, 7 on rank 1", 'buffer "1.cache"', "to_ignore"]),
         ("frozen", ['parameter 0 is "0.weight"', '"0.bias"', "rank 1"]),
     ],
 )
