@@ -106,12 +106,24 @@ def choose_devices(
     return ids, ids[0] if output_device is None else _get_device_index(output_device)
 
 
-def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Prepare a module for data parallelism over one dimension of a larger mesh, as torch does."""
-    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> frozenset[str]:
+    """Prepare a module for data parallelism over one dimension of a larger mesh, as torch does.
 
-        _pre_dp_module_transform(module)
+    Return the names of the parameters of which each rank of the other dimensions has a part.
+    """
+    if device_mesh._get_root_mesh() == device_mesh:  # noqa: SLF001
+        return frozenset()
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    sharded = frozenset(
+        name
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
+        and not all(it.is_replicate() for it in parameter.placements)
+    )
+    _pre_dp_module_transform(module)
+    return sharded
 
 
 def sync_initial_state(

@@ -163,9 +163,10 @@ class DistributedDataParallel(Wrapper):
             )
         delayed = delayed_names(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group = choose_process_group(process_group, device_mesh)
+        sharded: frozenset[str] = frozenset()
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            prepare_tensor_parallel(module, device_mesh)
+            sharded = prepare_tensor_parallel(module, device_mesh)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = list(self.not_ignored_parameters().items())
@@ -183,7 +184,7 @@ class DistributedDataParallel(Wrapper):
             forward_sync_buffers=forward_sync_buffers,
             bucket_bytes=bucket_bytes,
             bucket_bytes_cap_list=list(bucket_bytes) if bucket_cap_mb_list else [],
-            group_keys=GroupKeys(group_key, key_process_groups, delayed),
+            group_keys=GroupKeys(group_key, key_process_groups, delayed, sharded),
             mixed_precision=mixed_precision,
             find_unused_parameters=find_unused_parameters,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,

@@ -26,6 +26,9 @@ class GroupKeys:
         key_of: maps (name, parameter) to a key; by default, all parameters have the same key.
         process_groups: by key, the ranks to average over instead of the model's.
         delayed: names of parameters that are averaged last, in buckets of their own.
+        sharded: names of parameters of which tensor parallelism gives each rank a part. In a bucket
+            with them, the others, of which all its ranks must compute the same average, would get
+            the errors of different numbers.
     """
 
     def __init__(
@@ -33,15 +36,17 @@ class GroupKeys:
         key_of: Callable[[str, nn.Parameter], Hashable] | None,
         process_groups: Mapping[Hashable, dist.ProcessGroup] | None,
         delayed: Collection[str],
+        sharded: Collection[str] = (),
     ) -> None:
         self._key_of = key_of
         self._delayed = delayed
+        self._sharded = sharded
         self.process_groups = dict(process_groups or {})
 
     @property
     def are_given(self) -> bool:
-        """Whether the user separates some parameters from others."""
-        return self._key_of is not None or bool(self._delayed)
+        """Whether some parameters are separated from others."""
+        return self._key_of is not None or bool(self._delayed) or bool(self._sharded)
 
     def process_group(self, name: str, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """Return the group that the parameter is averaged over, or None for the model's group."""
@@ -59,10 +64,17 @@ class GroupKeys:
                 "key_process_groups has keys that group_key gives to no parameter: "
                 f"{sorted(unknown, key=str)}; it gives {sorted(set(keys), key=str)}."
             )
-        numbers: dict[Hashable, int] = {}
-        settings.keys = [numbers.setdefault(key, len(numbers)) for key in keys]
-        settings.key_groups = {numbers[key]: it for key, it in self.process_groups.items()}
-        settings.late_key = numbers.get(_DELAYED)
+        numbers: dict[tuple[Hashable, bool], int] = {}
+        settings.keys = [
+            numbers.setdefault((key, name in self._sharded and key != _DELAYED), len(numbers))
+            for key, (name, _) in zip(keys, named_parameters, strict=True)
+        ]
+        settings.key_groups = {
+            number: self.process_groups[key]
+            for (key, _), number in numbers.items()
+            if key in self.process_groups
+        }
+        settings.late_key = numbers.get((_DELAYED, False))
 
     def _key(self, name: str, parameter: nn.Parameter) -> Hashable:
         if name in self._delayed:

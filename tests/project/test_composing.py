@@ -241,6 +241,31 @@ def test_tensor_parallelism(
         assert difference.abs().max() < limit
 
 
+def replicate_in_parallel(rank: int, size: int) -> None:
+    """Two parameters that all ranks of a tensor group have whole, one of them a plain tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = nn.Sequential(make_net(), nn.Linear(4, 4))
+    parallelize_module(net[0], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = commhooks.DistributedDataParallel(net, device_mesh=mesh["data"])
+    named = dict(net.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for name, options in (("int4", {}), ("topk", {"density": 0.2, "warmup_steps": 0})):
+        handle = commhooks.register(model, name, **options)
+        for step in range(4):
+            loss_of(model, rank // 2, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        ours = flat([named["0.2.bias"], named["1.weight"]])
+        of_group = [torch.empty_like(ours) for _ in range(2)]
+        dist.all_gather(of_group, ours, group=mesh.get_group("tensor"))
+        assert torch.equal(*of_group), name
+
+
+def test_tensor_parallelism_keeps_whole_parameters_equal(run_ranks: Any) -> None:
+    run_ranks(replicate_in_parallel, 4)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
