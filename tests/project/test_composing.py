@@ -13,6 +13,7 @@ from support.pages import run_page
 from support.states import hook_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -241,12 +242,16 @@ def test_tensor_parallelism(
         assert difference.abs().max() < limit
 
 
-def replicate_in_parallel(rank: int, size: int) -> None:
+def replicate_in_parallel(rank: int, size: int, *, fsdp: bool) -> None:
     """Two parameters that all ranks of a tensor group have whole, one of them a plain tensor."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "shard", "tensor"))
     net = nn.Sequential(make_net(), nn.Linear(4, 4))
     parallelize_module(net[0], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    model = commhooks.DistributedDataParallel(net, device_mesh=mesh["data"])
+    model: Any = (
+        fully_shard(net, mesh=mesh["data", "shard"])
+        if fsdp
+        else commhooks.DistributedDataParallel(net, device_mesh=mesh["data"])
+    )
     named = dict(net.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for name, options in (("int4", {}), ("topk", {"density": 0.2, "warmup_steps": 0})):
@@ -256,14 +261,16 @@ def replicate_in_parallel(rank: int, size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         handle.remove()
-        ours = flat([named["0.2.bias"], named["1.weight"]])
-        of_group = [torch.empty_like(ours) for _ in range(2)]
-        dist.all_gather(of_group, ours, group=mesh.get_group("tensor"))
-        assert torch.equal(*of_group), name
+        for whole in (named["0.2.bias"], named["1.weight"]):
+            ours = whole.to_local() if fsdp else whole.detach()
+            of_group = [torch.empty_like(ours) for _ in range(2)]
+            dist.all_gather(of_group, ours, group=mesh.get_group("tensor"))
+            assert torch.equal(*of_group), name
 
 
-def test_tensor_parallelism_keeps_whole_parameters_equal(run_ranks: Any) -> None:
-    run_ranks(replicate_in_parallel, 4)
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_tensor_parallelism_keeps_whole_parameters_equal(run_ranks: Any, fsdp: bool) -> None:
+    run_ranks(replicate_in_parallel, 4, fsdp=fsdp)
 
 
 class Experts(nn.Module):

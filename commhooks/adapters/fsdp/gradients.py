@@ -40,8 +40,9 @@ class FSDPAdapter(Adapter):
     """Runs hooks in place of the all-reduce between the replicas of a sharded model.
 
     A bucket is what a unit of FSDP reduces at once: this rank's shards of its trained parameters
-    that have a gradient on some rank. How many come in a step is not known in advance, so none is
-    marked as the last.
+    that have a gradient on some rank. Those that tensor parallelism divides as well are a bucket of
+    their own: its ranks must compute the same averages of the others. How many come in a step is
+    not known in advance, so none is marked as the last.
 
     Note [Replicas and shards]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -92,6 +93,7 @@ class FSDPAdapter(Adapter):
         found = replicas or self._units[0].replicas
         assert found is not None
         self._group = found
+        self._tensor_parallel = {name for unit in self._units for name in unit.tensor_parallel()}
         self.shard_groups = _distinct([unit.shards for unit in self._units])
         parameters = self._present_parameters()
         super().__init__(model, self._units[0].device, parameters, list(parameters))
@@ -113,7 +115,14 @@ class FSDPAdapter(Adapter):
 
     @property
     def units(self) -> list[list[str]]:
-        return [list(unit.parameters()) for unit in self._units]
+        return [part for unit in self._units for part in self._parts(unit.parameters())]
+
+    def _parts(self, names: Iterable[str]) -> list[list[str]]:
+        """Divide the parameters of a unit among buckets."""
+        by_kind: dict[bool, list[str]] = {}
+        for name in names:
+            by_kind.setdefault(name in self._tensor_parallel, []).append(name)
+        return [by_kind[kind] for kind in sorted(by_kind)]
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
         return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
@@ -205,8 +214,8 @@ class FSDPAdapter(Adapter):
         again = self._follow_step(unit, names)
         if again and self._strict is not None:
             raise _refusal(self.rank, again, self._strict)
-        if new := names - again:
-            self._run(runner, self._bucket(flat, shards, new), operation)
+        for part in self._parts(names - again):
+            self._run(runner, self._bucket(flat, shards, set(part)), operation)
         if again:
             self._average(self._bucket(flat, shards, again), operation)
 

@@ -49,6 +49,7 @@ lie where in a flat tensor, or calls back when a backward has ended. No other fi
 | `_sharded_param_data`, `padded_sharded_param_size` | parameter | all | this rank's padded shard |
 | `sharded_param`, `_unsharded_param` | parameter | all | the shard, the whole with gradients |
 | `unsharded_accumulated_grad` | parameter | all | a gradient that FSDP has accumulated |
+| `mesh` | mesh info | all | which dimensions are not those of tensor parallelism |
 | `shard_process_group` | mesh info | all | the shard group |
 | `replicate_process_group` | mesh info | all | replaced: the group of replicas |
 | `replicate_mesh_size`, `replicate_mesh_rank` | mesh info | all | replaced: those of this group |
@@ -154,6 +155,20 @@ class Unit:
             name: (_real_size(each), each.fsdp_placement.dim)
             for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
         }
+
+    def tensor_parallel(self) -> set[str]:
+        """Return the names of the parameters of which tensor parallelism gives each rank a part."""
+        own = self._torchs_info.mesh.mesh_dim_names or ()
+        found = set()
+        for name, each in zip(self._names, self._alive().fsdp_params, strict=True):
+            parameter = each.sharded_param
+            dimensions = parameter.device_mesh.mesh_dim_names or ()
+            if any(
+                placement.is_shard() and dimension not in own
+                for dimension, placement in zip(dimensions, parameter.placements, strict=False)
+            ):
+                found.add(name)
+        return found
 
     def identities(self) -> set[int]:
         """Return the ids of the parameters, sharded and gathered."""
