@@ -190,6 +190,23 @@ def test_compare_goes_on_without_hooks_that_fail(
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_writes_what_can_be_written(tmp_path: Path) -> None:
+    """Also into a pipe that closes, and when a disk is full."""
+    table = tmp_path / "out.csv"
+    command = [sys.executable, "-m", "commhooks", "compare", "--model", "support.compared:net"]
+    command += ["--hooks", "bf16", "--steps", "1", "--json", "/dev/full", "--csv", str(table)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        result = subprocess.run(
+            command, env=environment, stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert table.read_text().count("\n") == 1 + 3
+
+
 def test_compare_with_no_hook_that_can_be_made() -> None:
     text = run("compare", "--model", "support.compared:net", "--hooks", "int9", status=1)
     assert text.strip().startswith("Error: hook 'int9': no hook is named 'int9'")
