@@ -47,7 +47,7 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
     "added."
 )
 @click.option("--device", **DEVICE)
-@click.option("--world-size", type=int, help="Number of ranks; 2 by default.")
+@click.option("--world-size", type=click.IntRange(min=2), help="Number of ranks; 2 by default.")
 @click.option(
     "--link",
     "links",

@@ -69,6 +69,11 @@ def test_an_unknown_hook_is_one_line() -> None:
     assert text.startswith("Error: no hook is named 'powersg'; did you mean 'powersgd'?")
 
 
+def test_an_unknown_command_gets_a_suggestion() -> None:
+    assert "Error: no command is named 'compar'; did you mean 'compare'?" in run("compar", status=2)
+    assert "Error: no command is named 'x'; see --help" in run("x", status=2)
+
+
 def test_as_a_module() -> None:
     text = subprocess.check_output([sys.executable, "-m", "commhooks", "--help"], text=True)
     assert text.startswith("Usage: commhooks")
@@ -237,6 +242,7 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
             1,
             "Error: 'support.compared:nett': 'support.compared' has no 'nett'",
         ),
+        (["--world-size", "0"], 2, "0 is not in the range x>=2"),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
         (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
         (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),

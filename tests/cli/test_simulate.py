@@ -105,8 +105,9 @@ def test_the_time_of_a_step_sets_the_speed(kept: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_measuring_is_an_error")
 def test_a_full_disk_leaves_the_table_and_the_plot(kept: Path, tmp_path: Path) -> None:
-    options = ("--measurements", str(kept), "--json", "/dev/full", "--plot", str(tmp_path / "p.png"))
-    text = run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=1)
+    files = ("--json", "/dev/full", "--plot", str(tmp_path / "p.png"))
+    options = ("--world-size", "4096", "--measurements", str(kept))
+    text = run(*BASIC, "--hook", "int8", *options, *files, status=1)
     assert "speed-up" in text
     assert text.endswith("Error: /dev/full was not written: [Errno 28] No space left on device\n")
     assert (tmp_path / "p.png").exists()
