@@ -18,6 +18,7 @@ from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.handle import handle_of
 from commhooks.errors import CommHookError, CommHookMismatchError
 from commhooks.hook.base import CommHook, tree
+from reducer.peers import collective
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -128,13 +129,13 @@ class _Comparison:
 
     def are_equal(self) -> bool:
         """Return whether all ranks have the same parameters."""
-        self._work.wait()
+        self._wait(self._work)
         return len(set(self._totals.tolist())) == 1
 
     def find_difference(self) -> tuple[str, Sequence[int]]:
         """Return the first parameter that differs, and on which ranks. Collective."""
         sums, work = self._gather(self._sums)
-        work.wait()
+        self._wait(work)
         differs = (sums.view(self._group.size(), -1) != sums[: len(self._names)]).cpu()
         first = int(differs.any(0).nonzero()[0])
         return self._names[first], differs[:, first].nonzero().view(-1).tolist()
@@ -143,6 +144,10 @@ class _Comparison:
         gathered = own.new_empty(self._group.size() * len(own))
         work: Any = self._group._allgather_base(gathered, own)  # noqa: SLF001
         return gathered, work
+
+    def _wait(self, work: Work) -> None:
+        with collective(self._group, "the comparison of the ranks' models"):
+            work.wait()
 
 
 def _agrees(hook: object, step: int) -> bool:

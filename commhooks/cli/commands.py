@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, did_you_mean
 
 _COMMANDS = {
     "compare": "commhooks.cli.compare:compare",
@@ -23,9 +23,12 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # the shell completes a line
+                return None
+            near = did_you_mean(cmd_name, _COMMANDS)
+            ctx.fail(f"no command is named {cmd_name!r}{near or '; see --help'}")
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)

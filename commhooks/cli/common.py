@@ -276,21 +276,42 @@ def usable_hooks(
     return list(({name: hook_spec(name) for name in references} | usable).values()), reasons
 
 
-def show_failures(reasons: Mapping[str, str], *, is_error: bool = True) -> None:
-    """Print a line for each hook that failed. Exit with status 1 if there is one, and an error."""
+def show_failures(
+    reasons: Mapping[str, str], unwritten: str = "", *, is_error: bool = True
+) -> None:
+    """Print a line for each hook that failed. Exit with status 1 if there is one, and an error.
+
+    Exit with status 1 also for what :func:`write_files` returned.
+    """
     for hook, reason in reasons.items():
         click.echo(f"{click.style('Failed:', fg='red', bold=True)} {hook}: {reason}")
+    if unwritten:
+        raise click.ClickException(unwritten)
     if reasons and is_error:
         sys.exit(1)
 
 
-def draw(function: str, *arguments: Any, path: Path | None) -> None:
-    """Draw to the file of ``--plot``, if there is one, with a function of plots.py."""
-    if path is None:
-        return
-    from commhooks.cli import plots  # takes a second to import
+def write_files(*files: tuple[Path | None, Callable[[Path], object]]) -> str:
+    """Write each file that was asked for with its function; return which ones failed, and why.
 
-    try:
+    To be called before anything is printed, which a pipe that closes would end.
+    """
+    failed = []
+    for path, write in files:
+        try:
+            if path is not None:
+                write(path)
+        except (OSError, ValueError) as error:
+            failed.append(f"{path} was not written: {error}")
+    return "; ".join(failed)
+
+
+def draw(function: str, *arguments: Any) -> Callable[[Path], None]:
+    """Return what draws to a file, with a function of plots.py."""
+
+    def write(path: Path) -> None:
+        from commhooks.cli import plots  # takes a second to import
+
         getattr(plots, function)(*arguments, path)
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"--plot {path}: {error}") from error
+
+    return write

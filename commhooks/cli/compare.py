@@ -21,9 +21,11 @@ from commhooks.cli.common import (
     draw,
     hooks_option,
     model_options,
+    show_failures,
+    write_files,
 )
 from commhooks.cluster import Device, LaunchedRanks
-from commhooks.lab.comparison import ComparisonInterrupted
+from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
@@ -45,7 +47,7 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
     "added."
 )
 @click.option("--device", **DEVICE)
-@click.option("--world-size", type=int, help="Number of ranks; 2 by default.")
+@click.option("--world-size", type=click.IntRange(min=2), help="Number of ranks; 2 by default.")
 @click.option(
     "--link",
     "links",
@@ -119,20 +121,24 @@ def compare(
             if launched:  # torchrun passes Ctrl-C on, after the terminal may have sent it
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         if is_first:
+            unwritten = write_files(
+                (json, lambda path: path.write_text(dumps(comparison.to_dict(), indent=1) + "\n")),
+                (csv, lambda path: path.write_text(comparison.to_csv())),
+                (plot, draw("draw_comparison", comparison)),
+                (html, lambda path: path.write_text(_page(comparison))),
+            )
             console = Console()
             for line in str(comparison).splitlines():
                 is_whole = line.startswith("Failed: ")  # one line in a pipe
                 console.print(line, soft_wrap=is_whole, highlight=False, markup=False)
-            if json is not None:
-                json.write_text(dumps(comparison.to_dict(), indent=1) + "\n")
-            if csv is not None:
-                csv.write_text(comparison.to_csv())
-            draw("draw_comparison", comparison, path=plot)
-            if html is not None:
-                from commhooks.cli.page import comparison_page  # takes a second to import
-
-                html.write_text(comparison_page(comparison))
+            show_failures({}, unwritten)
     sys.exit(status or int(bool(comparison.failures)))
+
+
+def _page(comparison: Comparison) -> str:
+    from commhooks.cli.page import comparison_page  # takes a second to import
+
+    return comparison_page(comparison)
 
 
 @contextmanager

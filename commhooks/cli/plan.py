@@ -20,6 +20,7 @@ from commhooks.cli.common import (
     model_options,
     show_failures,
     usable_hooks,
+    write_files,
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
@@ -121,11 +122,9 @@ def plan(
         error=error if isinstance(error, float) else measured.error_of(error.text),
     )
     found = solve(problem)
-    if save is not None:
-        found.save(save)
-    draw("draw_steps", problem, found, path=plot)
+    unwritten = write_files((save, found.save), (plot, draw("draw_steps", problem, found)))
     table = found.table(all_groups=all_groups)
     click.echo(f"{cluster.title(model, speed)}\n\n{table}\n\n{found.summary}")
     saved = found.before.exposed_seconds
     Console().print(cost_of_measuring(measuring_seconds, saved), highlight=False)
-    show_failures(reasons, is_error=bool(candidates))
+    show_failures(reasons, unwritten, is_error=bool(candidates))

@@ -18,6 +18,7 @@ from commhooks.cli.common import (
     model_options,
     show_failures,
     usable_hooks,
+    write_files,
 )
 from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.units import aligned, format_duration
@@ -78,13 +79,14 @@ def simulate(
     )
     study = replace(study, speed=cluster.speed_for(study.alone_seconds))
     title = cluster.title(model, study.speed)
-    draw("draw_curves", study, model, path=plot)
-    if json_file is not None:
-        figures = study.to_json() | {"model": model, "failures": reasons}
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = study.to_json() | {"model": model, "failures": reasons}
+    unwritten = write_files(
+        (plot, draw("draw_curves", study, model)),
+        (json_file, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n")),
+    )
     click.echo(f"{title}\n\n{_table(study, reasons)}")
     Console().print(study.advice, highlight=False)
-    show_failures(reasons)
+    show_failures(reasons, unwritten)
 
 
 def _measured(
@@ -110,8 +112,8 @@ def _measured(
             dry_runs = {**known.dry_runs, **found.dry_runs}
             found = replace(known, dry_runs=dry_runs, reasons=found.reasons)
         known = found
-        if path is not None:
-            known.save(path)
+        if unwritten := write_files((path, known.save)):
+            click.echo(f"Error: {unwritten}", err=True)
     assert known is not None
     return known
 

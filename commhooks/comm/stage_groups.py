@@ -202,6 +202,7 @@ class StageGroups:
 
     def close(self) -> None:
         """Make :meth:`open` raise, on whatever thread it is waiting."""
+        self.on_loss = None  # whose owner keeps these groups, and would be kept by them
         self._closed.set()
 
     def _connect(self, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -210,8 +211,8 @@ class StageGroups:
             self._meet(stage, name, ranks)
             store = PrefixStore(self._key(name), self._store)
             group = self._make_group(store, ranks)
-            if stage == 0 and self.on_loss is not None:
-                self._watch(self.on_loss, store, ranks)
+            if stage == 0 and (on_loss := self.on_loss) is not None:
+                self._watch(on_loss, store, ranks)
             return cast("dist.ProcessGroup", group)
         except RuntimeError as error:
             if not is_peer_loss(error):

@@ -14,8 +14,8 @@ from commhooks.runtime.scheduler import Scheduler
 class ExchangeScheduler(Scheduler):
     """Runs exchanges in the order in which they begin. They have no vote."""
 
-    on_end: Callable[[HookExecution], None]
-    """Called with each exchange that has ended, after its future has been set."""
+    on_end: Callable[[HookExecution], None] | None = None
+    """Called with each exchange that has ended, after its future has been set; None once closed."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,6 +51,10 @@ class ExchangeScheduler(Scheduler):
         self.groups.abort(self._under_way.values())
         self._failure = None
 
+    def close(self) -> None:
+        super().close()
+        self.on_end = None  # which refers to the other scheduler, and that one to this
+
     def _finish(self, execution: HookExecution, result: Tensor) -> None:
         self.unfinished.remove(execution)
         execution.future.set_result(result)
@@ -61,6 +65,7 @@ class ExchangeScheduler(Scheduler):
         self._tell_end(execution)
 
     def _tell_end(self, execution: HookExecution) -> None:
-        self.on_end(execution)
+        if self.on_end is not None:
+            self.on_end(execution)
         if not self.unfinished:
             self.is_idle.set()

@@ -13,10 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
-from commhooks import CommHookError, CommHookMismatchError, DistributedDataParallel, check_replicas
+from commhooks import (
+    CommHookError,
+    CommHookMismatchError,
+    CommHookPeerError,
+    DistributedDataParallel,
+    check_replicas,
+)
 from commhooks.adapters import replicas
 from commhooks.integrations import fsdp
 from commhooks.testing import run_ranks
+from reducer.peers import close_connections, gloo_of
 
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -270,6 +277,24 @@ def compile_wrapper(rank: int, world_size: int) -> None:
 def test_a_compiled_wrapper() -> None:
     """The compiler refused the comparison."""
     run_ranks(compile_wrapper, 2)
+
+
+def lose_rank(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(5, 3), process_group=dist.new_group([0, 1]))
+    commhooks.register(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if rank == 0:  # alone
+        check_replicas(model, every=1)
+    train(model, optimizer, rank, 1)
+    if rank == 1:
+        close_connections(gloo_of(model.process_group))
+        return
+    with pytest.raises(CommHookPeerError, match=r"\[rank 0\] the comparison of the ranks' models"):
+        train(model, optimizer, rank, 1)
+
+
+def test_a_lost_rank() -> None:
+    run_ranks(lose_rank, 2)
 
 
 def misuse(rank: int, world_size: int) -> None:

@@ -69,6 +69,11 @@ def test_an_unknown_hook_is_one_line() -> None:
     assert text.startswith("Error: no hook is named 'powersg'; did you mean 'powersgd'?")
 
 
+def test_an_unknown_command_gets_a_suggestion() -> None:
+    assert "Error: no command is named 'compar'; did you mean 'compare'?" in run("compar", status=2)
+    assert "Error: no command is named 'x'; see --help" in run("x", status=2)
+
+
 def test_as_a_module() -> None:
     text = subprocess.check_output([sys.executable, "-m", "commhooks", "--help"], text=True)
     assert text.startswith("Usage: commhooks")
@@ -190,6 +195,23 @@ def test_compare_goes_on_without_hooks_that_fail(
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_writes_what_can_be_written(tmp_path: Path) -> None:
+    """Also into a pipe that closes, and when a disk is full."""
+    table = tmp_path / "out.csv"
+    command = [sys.executable, "-m", "commhooks", "compare", "--model", "support.compared:net"]
+    command += ["--hooks", "bf16", "--steps", "1", "--json", "/dev/full", "--csv", str(table)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        result = subprocess.run(
+            command, env=environment, stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert table.read_text().count("\n") == 1 + 3
+
+
 def test_compare_with_no_hook_that_can_be_made() -> None:
     text = run("compare", "--model", "support.compared:net", "--hooks", "int9", status=1)
     assert text.strip().startswith("Error: hook 'int9': no hook is named 'int9'")
@@ -220,6 +242,7 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
             1,
             "Error: 'support.compared:nett': 'support.compared' has no 'nett'",
         ),
+        (["--world-size", "0"], 2, "0 is not in the range x>=2"),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
         (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
         (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),

@@ -112,6 +112,15 @@ def test_a_limit_that_no_candidate_meets(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_measured_before")
+def test_a_full_disk_leaves_the_table_and_the_picture(tmp_path: Path) -> None:
+    image = tmp_path / "step.png"
+    text = run(*BASIC, *CANDIDATES, "--save", "/dev/full", "--plot", str(image), status=1)
+    assert "Saves " in text
+    assert text.endswith("Error: /dev/full was not written: [Errno 28] No space left on device\n")
+    assert image.exists()
+
+
+@pytest.mark.usefixtures("_measured_before")
 def test_candidates_that_fail_are_left_out() -> None:
     named = ("--candidates", "int9,int8,local_sgd,powersgd:rank=2,start_step=0")
     text = run(*BASIC, *named, status=1)

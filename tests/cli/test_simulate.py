@@ -103,6 +103,16 @@ def test_the_time_of_a_step_sets_the_speed(kept: Path, tmp_path: Path) -> None:
     assert "--speed and --step-time say the same" in text
 
 
+@pytest.mark.usefixtures("_measuring_is_an_error")
+def test_a_full_disk_leaves_the_table_and_the_plot(kept: Path, tmp_path: Path) -> None:
+    files = ("--json", "/dev/full", "--plot", str(tmp_path / "p.png"))
+    options = ("--world-size", "4096", "--measurements", str(kept))
+    text = run(*BASIC, "--hook", "int8", *options, *files, status=1)
+    assert "speed-up" in text
+    assert text.endswith("Error: /dev/full was not written: [Errno 28] No space left on device\n")
+    assert (tmp_path / "p.png").exists()
+
+
 def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> None:
     before = Measurements.load(kept)
     run(*BASIC, "--hook", "fp16", "--world-size", "64", "--measurements", str(kept))

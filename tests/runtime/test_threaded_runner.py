@@ -5,6 +5,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -412,6 +413,29 @@ def drop_model(rank: int, size: int) -> tuple[bool, int]:
 
 def test_the_thread_ends_with_the_model(run_ranks: Any) -> None:
     assert run_ranks(drop_model, 2) == [(True, 0)] * 2
+
+
+def drop_model_without_collection(rank: int, size: int, torch_ddp: bool) -> tuple[int, int]:
+    model = make_model(torch_ddp, buckets=2)
+    gc.collect()  # what earlier tests left
+    gc.disable()
+    commhooks.register(model, Fragile())
+    backward(model, rank, 0)
+    kept = [weakref.ref(each) for each in gc.get_objects() if type(each) is StageGroups]
+    del model
+    deadline = time.monotonic() + 10
+    while any(each() is not None for each in kept) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gc.enable()
+    return len(kept), sum(each() is not None for each in kept)
+
+
+@pytest.mark.parametrize("torch_ddp", [False, True])
+def test_a_dropped_model_leaves_nothing_to_the_garbage_collector(
+    run_ranks: Any, torch_ddp: bool
+) -> None:
+    """A next process group on the same port would use the store of this one, and hang."""
+    assert run_ranks(drop_model_without_collection, 2, torch_ddp) == [(2, 0)] * 2
 
 
 @pytest.mark.parametrize("torch_ddp", [False, True])
