@@ -118,13 +118,13 @@ def _colors() -> dict[str, str]:
 
 
 def line_styles(hooks: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return matplotlib's options for each hook's line; lines of one color differ in dashes."""
+    """Return matplotlib's options for each hook's line; lines of one family differ in dashes."""
     seen: Counter[str] = Counter()
     styles = {}
     for hook in hooks:
-        color = color_of(hook)
-        styles[hook] = {"color": color, "linestyle": _DASHES[seen[color] % len(_DASHES)]}
-        seen[color] += 1
+        family = re.split(r"\W", algorithms.HOOKS.get(hook.partition(":")[0], ""))[0]
+        styles[hook] = {"color": color_of(hook), "linestyle": _DASHES[seen[family] % len(_DASHES)]}
+        seen[family] += 1
     return styles
 
 

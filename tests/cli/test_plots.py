@@ -10,6 +10,12 @@ def test_lines_of_one_color_have_different_dashes() -> None:
     assert len({tuple(style.values()) for style in styles.values()}) == len(styles)
 
 
+def test_lines_of_one_family_have_different_dashes() -> None:
+    styles = line_styles(["allreduce", "topk", "bf16", "noop:"])
+    dashes = {style["linestyle"] for hook, style in styles.items() if hook != "topk"}
+    assert len(dashes) == 3
+
+
 def test_each_hook_has_a_color_of_its_own_except_wrappers() -> None:
     colors = {}
     for name, place in algorithms.HOOKS.items():
