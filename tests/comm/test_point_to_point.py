@@ -154,6 +154,7 @@ class Refusing:
         return getattr(self.group, name)
 
     def send(self, *_: Any) -> None:
+        dist.barrier()  # what is raised closes connections, which the peer may still open
         raise TypeError("refused")
 
 

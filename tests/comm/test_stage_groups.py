@@ -132,6 +132,7 @@ def open_two_stages(rank: int, size: int) -> list[list[int]]:
     for stage in range(2):
         groups.open(stage)
         found.append([len(watch._pairs) for watch in groups._watches])
+    dist.barrier()  # what is aborted closes connections, which others may still open
     groups.abort()
     found.append([len(watch._pairs) for watch in groups._watches])
     dist.barrier()
