@@ -79,7 +79,7 @@ class HookState:
         stored = self._stored()
         ranks = self.handle.adapter
         found = (Source.of(path[1]) for path in stored if path[0] == "tensors")
-        own = of_part((source for source in found if source is not None), ranks.part)
+        own = of_part((source for source in found if source is not None), ranks)
         if not own:
             return {}
         old, part = own[0].layout, own[0].part

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,14 +59,26 @@ class Ranks:
 
         It tells apart what other ranks train: stages of a pipeline, shards of tensor parallelism.
         """
+        if not (groups := self._ranks_of_groups()):
+            return 0
+        return sum(min(ranks) for ranks in groups) - (len(groups) - 1) * dist.get_rank()
+
+    @property
+    def part_number(self) -> int:
+        """The number of :attr:`part` among all parts, if ranks are laid out as on a mesh."""
+        strides = [b - a for ranks in self._ranks_of_groups() for a, b in pairwise(ranks)]
+        stride = min(strides, default=1)
+        return self.part // (stride * self.world_size) * stride + self.part % stride
+
+    def _ranks_of_groups(self) -> list[list[int]]:
+        """Return the ranks of this one's groups in the default group; nothing if they are all."""
         groups = (self.group, *self.shard_groups[:1])
         if not dist.is_initialized() or self.world_size == dist.get_world_size():
-            return 0
+            return []
         try:
-            firsts = [min(dist.get_process_group_ranks(group)) for group in groups]
+            return [dist.get_process_group_ranks(group) for group in groups]
         except KeyError:  # a group that another library made
-            return 0
-        return sum(firsts) - (len(firsts) - 1) * dist.get_rank()
+            return []
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""
@@ -120,20 +133,28 @@ class Source(NamedTuple):
         return cls(match[1], number, Layout(replicas, shards), part)
 
 
-def of_part(sources: Iterable[Source], part: int) -> list[Source]:
-    """Return the sources of a part of the model: the part of that number, or the only one.
+def of_part(sources: Iterable[Source], ranks: Ranks) -> list[Source]:
+    """Return the sources of the part of the model that these ranks train, or of the only one.
 
-    Raises CommHookStateError if there are several others.
+    Raises CommHookStateError if there are other parts than on these ranks.
     """
     by_part: dict[int, list[Source]] = {}
     for source in sources:
         by_part.setdefault(source.part, []).append(source)
-    if len(by_part) > 1 and part not in by_part:
+    found = sorted(by_part)
+    if len(found) < 2:
+        return by_part[found[0]] if found else []
+    here, part = layout_of(ranks), ranks.part
+    if any(each.layout != here for each in chain.from_iterable(by_part.values())):
+        # Each part had more ranks, or fewer, so it may have had another first rank.
+        is_whole = len(found) * here.size == dist.get_world_size()
+        part = dict(enumerate(found)).get(ranks.part_number, -1) if is_whole else -1
+    if part not in by_part:
         raise CommHookStateError(
-            f"expected the state of part {part} of the model, found those of {sorted(by_part)}. A "
-            "part has the number of its first rank: resume on the same mesh of ranks"
+            f"expected the state of part {ranks.part} of the model, found those of {found}. A part "
+            "has the number of its first rank: resume on a mesh with as many parts"
         )
-    return by_part.get(part) or [each for found in by_part.values() for each in found]
+    return by_part[part]
 
 
 def layout_of(ranks: Ranks) -> Layout:

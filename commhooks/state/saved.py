@@ -224,7 +224,7 @@ def _sources(saved: Mapping[str, Any], ranks: Ranks) -> tuple[Layout | None, lis
         raise CommHookStateError(
             f"expected keys such as 'rank {rank} of {here}' in the state, found {unknown[0]!r}"
         )
-    own = of_part([source for source in found.values() if source is not None], ranks.part)
+    own = of_part([source for source in found.values() if source is not None], ranks)
     layouts = {source.layout for source in own}
     if not layouts:
         return None, []
