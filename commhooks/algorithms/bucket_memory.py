@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from commhooks.codecs.rounding import bits_of, round_stochastically
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookOptionError, CommHookStateError
+from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook, TensorState
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.options import Made
 from commhooks.hook.state import StateField
 from commhooks.kernels import require
 from commhooks.precision import at_least_float32
@@ -108,12 +109,35 @@ def adopt(state: TensorState, field: str, views: Iterable[tuple[str, Tensor]]) -
         entry[field] = view
 
 
-class KeepsErrors(CommHook):
-    """Base of hooks that can keep what they do not send, and that need kernels on a GPU.
+def _check_error_dtype(value: Any) -> Any:
+    if value not in (None, torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        raise ValueError("it is neither bfloat16 nor None")
+    return value
 
-    Errors in bfloat16 are rounded stochastically, or what is below half of their last digit would
-    be lost in each step. A step changes a copy of them, in the type in which kernels compute.
+
+ErrorDtype = Annotated[torch.dtype | None, Made(_check_error_dtype)]
+"""The type of the option ``error_dtype`` of hooks with error feedback."""
+
+
+@contextmanager
+def widened(kept: Tensor, bucket: GradBucket, comm: Communicator) -> Iterator[Tensor]:
+    """Give the errors that are kept of a bucket, to be changed, in the precision of its steps.
+
+    Errors in bfloat16 are copied, and rounded stochastically when the step ends, or what is below
+    half of their last digit would be lost in each step. If it raises, they stay as they were.
     """
+    wide = at_least_float32(bucket.buffer().dtype)
+    if kept.dtype == wide:
+        yield kept
+        return
+    error = kept.to(wide)
+    yield error
+    seed = bits_of(f"error:{bucket.key}:{comm.step}:{comm.rank}")
+    round_stochastically(error, 1.0, kept, seed)
+
+
+class KeepsErrors(CommHook):
+    """Base of hooks that can keep what they do not send, and that need kernels on a GPU."""
 
     # Without types, or they would be options of all hooks.
     error_feedback = False
@@ -123,11 +147,6 @@ class KeepsErrors(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.error_dtype not in (None, torch.bfloat16):
-            raise CommHookOptionError(
-                f"option 'error_dtype' of hook {self.name!r}: expected bfloat16 or None, found "
-                f"{self.error_dtype}"
-            )
         self._errors = BucketMemory(self.keeps, self.error_dtype)
 
     @property
@@ -154,13 +173,8 @@ class KeepsErrors(CommHook):
         if not self.error_feedback:
             yield None
             return
-        kept = self._errors.of(bucket, self.state)
-        wide = at_least_float32(bucket.buffer().dtype)
-        error = kept if self.error_dtype is None else kept.to(wide)
-        yield error
-        if error is not kept:
-            seed = bits_of(f"error:{bucket.key}:{comm.step}:{comm.rank}")
-            round_stochastically(error, 1.0, kept, seed)
+        with widened(self._errors.of(bucket, self.state), bucket, comm) as error:
+            yield error
 
 
 def part_length(numel: int, size: int) -> int:

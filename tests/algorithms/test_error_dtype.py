@@ -18,7 +18,15 @@ HOOKS = {
     "shared_topk": {"density": 0.1, "warmup_steps": 0},
     "threshold": {"value": 0.5},
     "randomk": {"error_feedback": True},
+    "powersgd": {"rank": 2, "start_step": 0},
+    "batched_powersgd": {"rank": 2, "start_step": 0},
+    "error_feedback": {"inner": "bf16"},
 }
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return the numbers as they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def trains(rank: int, size: int, name: str) -> dict[str, Tensor]:
@@ -37,12 +45,14 @@ def trains(rank: int, size: int, name: str) -> dict[str, Tensor]:
             totals[key] += gradients[key] - result
     state, exact = small.handle.hook.state, plain.handle.hook.state
     for key, entry in state.items():
+        if key not in parameters:  # the factors of a bucket
+            continue
         assert entry["error"].dtype == torch.bfloat16
         assert 2 * entry["error"].nbytes == exact[key]["error"].nbytes
-        totals[key] -= entry["error"].float()
+        flat, error = flattened(totals[key]), entry["error"]
+        flat -= flattened(error).float()
         if "average_error" in entry:  # errors of averages count on all ranks
             start, own = int(entry["average_start"]), entry["average_error"]
-            flat = totals[key].as_strided((totals[key].numel(),), (1,))
             flat[start : start + own.numel()] -= size * own
     missing = torch.cat([totals[key].reshape(-1) for key in sorted(totals) if key != "empty"])
     dist.all_reduce(missing)

@@ -32,6 +32,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "num_iters_per_step": 2},
+        {"rank": 2, "min_compression_rate": 1.0, "start_step": 0, "error_dtype": "bfloat16"},
         {},
     ],
     "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
@@ -60,7 +61,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
     "error_feedback": [
-        {"inner": "bf16"},
+        {"inner": "bf16", "error_dtype": "bfloat16"},
         {"inner": {"name": "cast", "inner": "allreduce"}, "decay": 0.5},
     ],
     "auto": [{"plan": PLAN}, {}],

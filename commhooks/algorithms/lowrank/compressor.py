@@ -21,18 +21,21 @@ one launch for all batches: kernel_compressor.py. Nothing here synchronizes a de
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commhooks import native
-from commhooks.algorithms.bucket_memory import adopt
+from commhooks.algorithms.bucket_memory import adopt, widened
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, select
+from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState
 from commhooks.kernels import backend_of
 from commhooks.precision import at_least_float32
+from reducer import GradBucket
 
 # A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use
 # it read the main memory once.
@@ -67,7 +70,8 @@ def factors_of(halves: Sequence[HalfStep]) -> list[tuple[Side, Sequence[Tensor]]
 class Compressor:
     """The errors and factors of a bucket's matrices, and the products with them.
 
-    ``error`` is flat, zeros at first, None without error feedback. ``factors`` holds those to start
+    ``error`` is flat, zeros at first, None without error feedback; in ``error_dtype`` between
+    steps, see :meth:`step`. ``factors`` holds those to start
     from, of each of ``kept_sides``, random at first. The entries of ``state`` are copied, and
     become views of these.
     """
@@ -81,19 +85,34 @@ class Compressor:
         kept_sides: Iterable[Side],
         error_feedback: bool,
         seed: int,
+        error_dtype: torch.dtype | None = None,
     ) -> None:
         self.plan = plan
         self._like = buffer.new_empty(0, dtype=at_least_float32(buffer.dtype))
         self.error: Tensor | None = None
         self._errors: Sequence[Tensor | None] = [None] * len(plan.batches)
         if error_feedback:
-            self.error = self._like.new_zeros(plan.error_elements)
+            self.error = self._like.new_zeros(plan.error_elements, dtype=error_dtype)
             adopt(state, "error", plan.error_entries(self.error))
             self._errors = plan.errors(self.error)
         self.factors: dict[Side, Tensor] = {}
         for side in kept_sides:
             self.factors[side] = self.draw_factors(side, seed)
             adopt(state, side.name.lower(), plan.factor_entries(side, self.factors[side]))
+
+    @contextmanager
+    def step(self, bucket: GradBucket, comm: Communicator) -> Iterator[None]:
+        """Have the errors in the dtype of factors, as all other methods need them."""
+        kept, errors = self.error, self._errors
+        if kept is None or kept.dtype == self._like.dtype:
+            yield
+            return
+        try:
+            with widened(kept, bucket, comm) as self.error:
+                self._errors = self.plan.errors(self.error)
+                yield
+        finally:
+            self.error, self._errors = kept, errors
 
     def draw_factors(self, side: Side, seed: int, step: int = 0) -> Tensor:
         """Return random factors, which depend on the arguments and the keys of matrices only.

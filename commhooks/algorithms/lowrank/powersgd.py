@@ -49,14 +49,14 @@ own gradients are finite, go on as usual.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import PerBucketCache
+from commhooks.algorithms.bucket_memory import ErrorDtype, PerBucketCache
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, draw_factor
 from commhooks.algorithms.lowrank.kernel_compressor import make_compressor
@@ -113,6 +113,9 @@ class PowerSGD(CommHook):
     seed: int = 0
     """Seed of the random factors, which also depend on the parameter's name. All ranks need the
     same."""
+    error_dtype: ErrorDtype = field(default=None, kw_only=True)
+    """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
+    stochastically, halves their memory."""
 
     lossless = False
     wire = "r·(n + m) elements per matrix in 2 all-reduces; one-sided: half of that, in 1"
@@ -129,6 +132,13 @@ class PowerSGD(CommHook):
         compressor = self._compressors.get(bucket, self.state)
         if compressor is None:  # the composition of the bucket has changed
             compressor = self._compressors.put(bucket, self._make_compressor(bucket))
+        with compressor.step(bucket, comm):
+            return await self._average(compressor, bucket, comm)
+
+    async def _average(
+        self, compressor: Compressor, bucket: GradBucket, comm: Communicator
+    ) -> Tensor:
+        buffer = bucket.buffer()
         sides = self._sides(bucket.step)
         start = sides[0].other
         if self.warm_start:
@@ -156,7 +166,7 @@ class PowerSGD(CommHook):
     @property
     def capturable_from(self) -> int | None:
         is_alike = self.warm_start and (self.two_sided or self.rounds % 2 == 0)
-        return self.start_step if is_alike else None
+        return self.start_step if is_alike and self.error_dtype is None else None
 
     def _sides(self, step: int) -> list[Side]:
         """Return the side that each half step computes. One-sided, steps go on in turn."""
@@ -187,6 +197,7 @@ class PowerSGD(CommHook):
             self.state,
             kept_sides=self._kept_sides,
             error_feedback=self.error_feedback,
+            error_dtype=self.error_dtype,
             seed=self.seed,
         )
 
@@ -207,7 +218,7 @@ class PowerSGD(CommHook):
     def error_fields(self, *shape: int) -> Sequence[StateField]:
         if not self.error_feedback:
             return ()
-        return (StateField("error", "averageable", shape, per_element=True),)
+        return (StateField("error", "averageable", shape, self.error_dtype, per_element=True),)
 
     def factor_fields(self, n: int | None, m: int | None, rank: int | None) -> list[StateField]:
         """Return the fields of the factors of a matrix (n, m), None if it is not known."""

@@ -58,6 +58,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import (
+    ErrorDtype,
     KeepsErrors,
     PerBucketCache,
     part_length,
@@ -215,7 +216,7 @@ class Biased(Quantized):
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
-    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    error_dtype: ErrorDtype = field(default=None, kw_only=True)
     """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
     stochastically, halves their memory."""
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
+from commhooks.algorithms.bucket_memory import ErrorDtype
 from commhooks.algorithms.quantized.base import Biased, Quantized
 from commhooks.codecs.block import BlockSize
 from commhooks.codecs.formats import Format, signs
@@ -37,7 +36,7 @@ class OneBit(Quantized):
     """Numbers per scale. Smaller blocks: closer to the average, more bytes. Larger
     blocks mix parameters whose gradients differ much in size."""
 
-    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    error_dtype: ErrorDtype = field(default=None, kw_only=True)
     """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
     stochastically, halves their memory."""
 

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import torch
-
-from commhooks.algorithms.bucket_memory import KeepsErrors
+from commhooks.algorithms.bucket_memory import ErrorDtype, KeepsErrors
 from commhooks.algorithms.sparse.selection import kept_elements
 from commhooks.hook.options import Limits
 from reducer import GradBucket
@@ -23,7 +21,7 @@ class SparseHook(KeepsErrors):
 
     error_feedback: bool = field(default=True, kw_only=True)
     """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
-    error_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    error_dtype: ErrorDtype = field(default=None, kw_only=True)
     """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
     stochastically, halves their memory."""
 

@@ -23,13 +23,13 @@ to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.bucket_memory import BucketMemory, ErrorDtype, widened
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -67,14 +67,16 @@ class ErrorFeedback(CommHook):
     decay: Annotated[float, Limits(ge=0, le=1)] = 1.0
     """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
     many steps is forgotten, and averages are biased."""
+    error_dtype: ErrorDtype = field(default=None, kw_only=True)
+    """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
+    stochastically, halves their memory."""
 
-    capturable_from = 0
     wire = "what the inner hook sends"
     paper = "https://arxiv.org/abs/1901.09847"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._memory = BucketMemory("error")
+        self._memory = BucketMemory("error", self.error_dtype)
         self._sums = BucketMemory("sum")  # work buffers, which steps reuse
         self._unsaved: TensorState = {}  # their state
         for hook in tree(self.inner):
@@ -91,7 +93,10 @@ class ErrorFeedback(CommHook):
         return (self._memory.field(gradient),)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        error = self._memory.of(bucket, self.state)
+        with widened(self._memory.of(bucket, self.state), bucket, comm) as error:
+            return await self._average(bucket, comm, error)
+
+    async def _average(self, bucket: GradBucket, comm: Communicator, error: Tensor) -> Tensor:
         sums = self._sums.of(bucket, self._unsaved)
         p = torch.add(bucket.buffer(), error, alpha=self.decay, out=sums)
         # The factor 2 leaves room for rounding up.
@@ -106,6 +111,10 @@ class ErrorFeedback(CommHook):
         unsent = p.sub_(nested.contribution)
         torch.where(all_finite(average), unsent, error, out=error)
         return average
+
+    @property
+    def capturable_from(self) -> int | None:
+        return 0 if self.error_dtype is None else None
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         return self.inner.wire_bytes(bucket, size)
