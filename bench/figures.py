@@ -15,7 +15,6 @@ from matplotlib import pyplot
 
 from bench.fidelity.runs import Row
 from bench.language import ALONE, HEADLINE, Courses
-from bench.slow_link import Race
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
 
@@ -103,21 +102,6 @@ def fidelity(by_task: dict[str, list[Row]], path: Path) -> None:
             axes.set_xlim(min(points)[0] / 1.6, 160)
             axes.set_ylim(-3, 140 * max(max(row.changes_to_usual) for row in shown))
         panels[-1].set_xlabel("bytes sent, as a share of plain averaging's")
-
-
-def slow_link(race: Race, path: Path) -> None:
-    """Draw the loss against the training time; a dotted line is plain averaging's lowest loss."""
-    styles = line_styles(race.courses)
-    with plot(path, 4.2) as (axes,):
-        for hook, course in race.courses.items():
-            xs, ys = zip(*((p.seconds, p.validation_loss) for p in course.points), strict=True)
-            axes.plot(xs, ys, linewidth=1.8, label=short(hook), **styles[hook])
-        axes.axhline(race.goal.validation_loss, color=GRAY, linewidth=0.8, linestyle=":")
-        axes.set(xscale="log", xlabel="training time", ylabel="validation loss, nats per byte")
-        axes.set_xticks([5, 10, 60, 300, 900], ["5 s", "10 s", "1 min", "5 min", "15 min"])
-        axes.minorticks_off()
-        axes.grid(visible=True)
-        axes.legend(title="in the order of arrival")
 
 
 def language(courses: Courses, path: Path) -> None:

@@ -17,9 +17,7 @@ from bench.auto import tables as auto_tables
 from bench.fidelity.runs import Record, mean, spread
 from bench.fidelity.tasks import ALL_TASKS
 from bench.gpu import page as gpu_page
-from bench.slow_link import Race
-from bench.tables import groups, quantity, table
-from commhooks.costs.units import format_rate
+from bench.tables import groups, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -59,21 +57,6 @@ def _comparison(document: Document) -> Iterator[str]:
             if row["measured"] and (predicted := row.get("predicted_seconds")):
                 of_row["predicted off by"] = f"{predicted / row['step_seconds'] - 1:+.0%}"
         yield table(cells)
-
-
-def _slow_link(document: Document) -> Iterator[str]:
-    """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
-    race = Race(document)
-    bare = [seconds for each in race.courses.values() for seconds in each.bare_step_seconds]
-    yield (
-        f"{_machine(race.about)}, {race.about['parameters'] / 1e6:.1f} million parameters, "
-        f"{format_rate(race.about['bits_per_second'])}. Plain averaging reached its lowest "
-        f"validation loss, {race.goal.validation_loss:.4f}, after {race.goal.step} steps and "
-        f"{race.goal.seconds:.0f} s. A training step of each rank alone took "
-        f"{quantity('seconds', min(bare))} to {quantity('seconds', max(bare))}, before and after "
-        "the trainings."
-    )
-    yield summary.race_table(race)
 
 
 def _trainings(document: Document) -> Iterator[str]:
@@ -132,7 +115,6 @@ KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "bench.fidelity": ({"runs", "about"}, _trainings),
     "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
     "bench.auto": ({"points"}, _auto),
-    "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
     "make gpu-check": ({"stages", "machine"}, gpu_page.sections),
 }

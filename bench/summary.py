@@ -13,18 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import figures, tables
+from bench import figures, language, tables
 from bench.fidelity.runs import Record, Row, mean
 from bench.fidelity.tasks import TASKS
+from bench.fidelity.trained_hooks import REFERENCE
 from bench.figures import short
 from bench.files import load, newest
 from bench.gpu import page as gpu_page
-from bench.slow_link import PLAIN, Race
-from commhooks.costs.units import format_rate
 
-HEADLINE = "100mbit-4"
-"""The race of the headline and of its plot: rate of the link and ranks."""
-RACES = (HEADLINE, "100mbit-2", "1gbit-4", "1gbit-2")
 _MARKED = re.compile(r"<!--=(?P<name>[^>]+)-->(?P<old>.*?)<!--=-->", re.DOTALL)
 _LIMIT = 0.02
 """The change of the loss that counts as a loss."""
@@ -57,7 +53,7 @@ def plots(results: Path) -> dict[str, Callable[[Path], None]]:
     kernels = newest(results, "*-kernels.json")["benchmarks"]
     return {
         "fidelity.svg": partial(figures.fidelity, Record(newest(results, "*-fidelity.json")).rows),
-        "slow-link.svg": partial(figures.slow_link, _race(results, HEADLINE)),
+        "slow-link.svg": partial(figures.language, language.Courses(results)),
         "scaling.svg": partial(figures.scaling, cells(results)),
         "kernels.svg": partial(figures.kernels, kernels),
     }
@@ -66,15 +62,10 @@ def plots(results: Path) -> dict[str, Callable[[Path], None]]:
 def facts(results: Path) -> dict[str, str]:
     """Return all figures by name."""
     record = Record(newest(results, "*-fidelity.json"))
-    races = {name: _race(results, name) for name in RACES}
     gpu_runs = (load(path) for path in sorted(results.glob("*.json"), reverse=True))
-    found = _fidelity(record)
-    for name, race in races.items():
-        found |= {f"{name} {fact}": text for fact, text in _of_race(race).items()}
     return {
-        **found,
-        "races": _of_all_races(races),
-        "headline": _headline(races[HEADLINE], record),
+        **_fidelity(record),
+        **language.facts(language.Courses(results), _worst(record)),
         **_links(cells(results)),
         **_kernels(newest(results, "*-kernels.json")["benchmarks"]),
         **_averaging(newest(results, "*-2-cores-averaging.json")["benchmarks"]),
@@ -86,20 +77,8 @@ def facts(results: Path) -> dict[str, str]:
     }
 
 
-def _race(results: Path, name: str) -> Race:
-    return Race(newest(results, f"*-{name}-ranks.json"))
-
-
 def table(rows: Iterable[Document]) -> str:
     return tables.table(rows, aligned=False)
-
-
-def _percent(change: float) -> str:
-    return f"{100 * change:+.1f} %"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
 
 
 # ------------------------------------------------------------------------------------- fidelity
@@ -116,7 +95,7 @@ def _fidelity(record: Record) -> dict[str, str]:
     seeds = {len(row.runs) for found in record.by_hook.values() for row in found.values()}
     gpt = record.rows["gpt"]
     points = {(row.byte_share, row.change_to_usual): row for row in gpt}
-    of_diloco = [row for row in gpt if row.trained.hook in ("diloco", PLAIN)]
+    of_diloco = [row for row in gpt if row.trained.hook in ("diloco", REFERENCE)]
     beyond = [hook for hook in sorted(worst, key=worst.__getitem__) if hook not in within]
     return {
         "hooks": str(len(worst)),
@@ -128,9 +107,9 @@ def _fidelity(record: Record) -> dict[str, str]:
         "seeds": f"{min(seeds)} to {max(seeds)}",
         "front": _trainings(points[point] for point in figures.pareto_front(points)),
         "one worker": _trainings(row for row in of_diloco if "period" not in row.trained.spec),
-        **{f"loss {row.trained.title}": _percent(row.change_to_usual) for row in gpt},
+        **{f"loss {row.trained.title}": language.percent(row.change_to_usual) for row in gpt},
         **{
-            f"alone {row.trained.title}": _percent(row.control_change)
+            f"alone {row.trained.title}": language.percent(row.control_change)
             for row in gpt
             if row.control_change is not None
         },
@@ -148,9 +127,11 @@ def _trainings(found: Iterable[Row]) -> str:
             "training": row.trained.label,
             "optimizer": row.trained.recipe or TASKS["gpt"].usual,
             "bytes": _one_in(row.byte_share),
-            "loss against plain averaging with AdamW": _percent(row.change_to_usual),
-            "by seed": ", ".join(map(_percent, row.changes_to_usual)),
-            "one rank alone": "" if (alone := row.control_change) is None else _percent(alone),
+            "loss against plain averaging with AdamW": language.percent(row.change_to_usual),
+            "by seed": ", ".join(map(language.percent, row.changes_to_usual)),
+            "one rank alone": ""
+            if (alone := row.control_change) is None
+            else language.percent(alone),
         }
         for row in found
     )
@@ -158,91 +139,6 @@ def _trainings(found: Iterable[Row]) -> str:
 
 def _one_in(share: float) -> str:
     return f"1/{1 / share:,.{0 if share < 0.01 else 1}f}" if share else "none"
-
-
-# ------------------------------------------------------------------------- training over a link
-
-
-def _of_race(race: Race) -> dict[str, str]:
-    about = race.about
-    return {
-        "parameters": _millions(race),
-        "loss": f"{race.goal.validation_loss:.3f}",
-        "lowest": f"{race.goal.validation_loss:.2f}",
-        "steps": str(race.goal.step),
-        "machine": "{cpu}, {cores} cores, torch {torch}, Python {python}".format(**about),
-        "table": race_table(race),
-        **{f"{short(hook)} step": each.step_text for hook, each in race.courses.items()},
-        **{
-            f"{short(hook)} last loss": f"{each.points[-1].validation_loss:.2f}"
-            for hook, each in race.courses.items()
-        },
-        **{short(hook): f"{point.seconds:.0f} s" for hook, point in race.arrivals.items()},
-        **{f"{short(hook)} to bf16": _times(race.speed_up(hook, "bf16")) for hook in race.arrivals},
-    }
-
-
-def _millions(race: Race) -> str:
-    return f"{race.about['parameters'] / 1e6:.1f} million"
-
-
-def race_table(race: Race) -> str:
-    """Return the times of hooks to plain averaging's lowest loss, the fastest first."""
-    rows = []
-    for hook, course in race.courses.items():
-        last, arrival = course.points[-1], race.arrivals.get(hook)
-        row = {
-            "hook": f"`{hook}`",
-            "step": course.step_text,
-            "sent per step": f"{last.wire_bytes / last.step / 1e6:.2g} MB",
-            "time to that loss": f"not in {last.step} steps: {last.validation_loss:.3f}",
-        }
-        if arrival is not None:
-            row["time to that loss"] = f"{arrival.seconds:.0f} s, {arrival.step} steps"
-            names = ("times faster", "than `bf16`")
-            row |= dict(zip(names, _speed_ups(race, hook), strict=False))
-        rows.append(row)
-    return table(rows)
-
-
-def _speed_ups(race: Race, hook: str) -> list[str]:
-    """Return the speed-ups of a hook over plain averaging and over ``bf16``."""
-    others = [other for other in (PLAIN, "bf16") if other in race.arrivals]
-    return [_times(race.speed_up(hook, other)) for other in others]
-
-
-def _of_all_races(races: Mapping[str, Race]) -> str:
-    """Return a table of all hooks over all links."""
-    titles = {
-        f"{format_rate(race.about['bits_per_second'])}, {race.about['ranks']} ranks": race
-        for race in races.values()
-    }
-    return table(
-        {"hook": f"`{short(hook)}`"}
-        | {
-            title: " / ".join(_speed_ups(race, hook)) if hook in race.arrivals else "never"
-            for title, race in titles.items()
-        }
-        for hook in races[HEADLINE].courses
-    )
-
-
-def _headline(race: Race, record: Record) -> str:
-    worst = _worst(record)
-    hooks = [hook for hook in race.arrivals if hook not in (PLAIN, "noop")]
-    best, safe = hooks[0], next(hook for hook in hooks if worst.get(hook, 1) <= _LIMIT)
-    seconds = {hook: f"{point.seconds:.0f} s" for hook, point in race.arrivals.items()}
-    to_plain, to_bf16 = _speed_ups(race, safe)
-    text = (
-        f"A GPT of {_millions(race)} parameters on {race.about['ranks']} ranks over "
-        f"{format_rate(race.about['bits_per_second'])} reaches plain averaging's lowest loss with "
-        f"`{safe}` in {seconds[safe]} instead of {seconds[PLAIN]}: {to_plain} times faster than "
-        f"plain averaging, {to_bf16} times faster than `bf16`. `{best}` takes {seconds[best]} "
-        f"({' and '.join(_speed_ups(race, best))} times), but ends trainings up to "
-        f"{100 * worst[best]:.0f} % above plain averaging's loss, even after a warm-up; `{safe}` "
-        "stays within 2 %."
-    )
-    return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
 # --------------------------------------------------------------------------------- single steps
@@ -298,7 +194,7 @@ def _averaging(benchmarks: Iterable[Document]) -> dict[str, str]:
     for row in benchmarks:
         size = next(size for start, size in _AVERAGED.items() if row["name"].startswith(start))
         hook, *way = row["extra_info"]["hook"].split(", ")
-        if hook == PLAIN:
+        if hook == REFERENCE:
             name = ", ".join([f"averaging {size}", *way])
             ratios.setdefault(name, []).append(row["extra_info"]["ratio_to_torch"])
     spans = {name: (f"{min(found):.2f}", f"{max(found):.2f}") for name, found in ratios.items()}
@@ -318,7 +214,7 @@ def _comparison(measured: Sequence[Document]) -> dict[str, str]:
         }
         for hook in hooks
     }
-    compressing = [hook for hook in hooks if hook not in (PLAIN, "bf16")]
+    compressing = [hook for hook in hooks if hook not in (REFERENCE, "bf16")]
     slower = [h for h in compressing if seconds[h]["loopback"] > seconds["torch"]["loopback"]]
     peaks = {row["hook"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in measured}
     return {

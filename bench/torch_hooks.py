@@ -1,8 +1,8 @@
 """Torch's hooks over Gloo beside those of this package: ``python -m bench.torch_hooks RESULT.json``
 
 First each hook of torch is tried several times on a model of several buckets and of one, in
-processes of its own, with a time limit. Then those that completed, and ours, train the GPT of
-bench.slow_link in turn, one step each, in the same processes: other load on the machine affects all
+processes of its own, with a time limit. Then those that completed, and ours, train the large GPT of
+bench.models in turn, one step each, in the same processes: other load on the machine affects all
 alike. A file that has the trials gets new trainings.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from bench import files, slow_link
+from bench import files, models
 from bench.measured_hooks import TORCHS, TorchStyleHook, entry_of, name_of
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.remote import TrainingRun
@@ -73,8 +73,8 @@ def first_sentence(error: Exception) -> str:
 
 def train(rank: int, size: int, hooks: tuple[Entry, ...], steps: int) -> list[list[float]]:
     """Train all models in turn; return the median step of each, and each last validation loss."""
-    workload = Workload(slow_link.MODEL)
-    runs = [TrainingRun(hook, workload, slow_link.TRAINING, rank) for hook in hooks]
+    workload = Workload(models.large_gpt)
+    runs = [TrainingRun(hook, workload, "bench.models:train", rank) for hook in hooks]
     seconds = torch.tensor([[run.step() for run in runs] for _ in range(steps)])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the slowest rank
     losses = [run.validate().validation_loss for run in runs]

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from bench import slow_link
 from bench.fidelity.tasks import Batch, Recipe, Text
+from bench.models import LARGE
 from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.algorithms.wrappers.trial import relative_error, squares_of
@@ -100,7 +100,7 @@ def _gpt(shape: GPTConfig, steps_before: int) -> Model:
 
 
 MODELS = {
-    "gpt": _gpt(slow_link.SHAPE, 100),
+    "gpt": _gpt(LARGE, 100),
     # Its embedding is two thirds of the model and also the output, so its gradient is dense.
     "lstm": Model(LSTMLanguageModel, _words, 0.1, 50, exact=("@1d",)),
     "resnet": Model(ResNet50, _images, 0.002, 50),

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("matplotlib")  # extra `results`
 from bench import figures, summary, tables
 from bench import results_page as page
-from bench.files import newest
 from bench.gpu import machine
 from bench.gpu import page as gpu_page
+from bench.language import HEADLINE, Courses
 from commhooks.cli.plots import color_of
 
 
@@ -71,32 +71,6 @@ def test_steps_over_links_are_those_of_comparisons_of_the_newest_date(tmp_path: 
     assert {(cell["step_seconds"], cell["predicted_seconds"]) for cell in found} == {(0.5, 0.4)}
 
 
-def test_training_over_a_slow_link(tmp_path: Path) -> None:
-
-    def course(hook: str, *losses: float) -> dict[str, object]:
-        points = [
-            {"step": step, "seconds": step * 0.5, "wire_bytes": step * 1e6, "validation_loss": loss}
-            for step, loss in zip((10, 20, 30), losses, strict=True)
-        ]
-        return {"hook": hook, "points": points, "bare_step_seconds": [0.1, 0.2], "load": [1, 2]}
-
-    about = {"parameters": 1e7, "ranks": 2, "bits_per_second": 1e8, "torch": "2.13.0"}
-    courses = [
-        course("allreduce", 3.0, 2.0, 2.1),
-        course("bf16", 3.0, 1.9, 2.5),  # only the first time counts
-        course("noop", 3.0, 2.5, 2.2),
-        course("int8", 2.0, 2.0, 2.0),
-    ]
-    document = {"about": about | {"cpu": "a CPU", "cores": 2}, "courses": courses}
-    (tmp_path / "2026-01-01-slow.json").write_text(json.dumps(document))
-    made = page.make_tables(tmp_path)
-    assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made
-    rows = made.splitlines()
-    assert "| `int8` | 0.5 s | 1 MB | 5 s, 10 steps | 2.0 | 2.0 |" in rows
-    assert "| `bf16` | 0.5 s | 1 MB | 10 s, 20 steps | 1.00 | 1.00 |" in rows
-    assert "| `noop` | 0.5 s | 1 MB | not in 30 steps: 2.200 |  |  |" in rows
-
-
 def test_the_pareto_front_is_what_nothing_beats() -> None:
     points = [(2.0, 1.0), (1.0, 3.0), (3.0, 1.0), (2.0, 2.0), (4.0, 0.5)]
     assert figures.pareto_front(points) == [(1.0, 3.0), (2.0, 1.0), (4.0, 0.5)]
@@ -123,9 +97,9 @@ def names_in(plot: str) -> set[str]:
 
 
 def test_each_plot_names_what_it_shows() -> None:
-    courses = newest(page.RESULTS, f"*-{summary.HEADLINE}-ranks.json")["courses"]
-    raced = {figures.short(course["hook"]) for course in courses}
-    assert {"noop", "bf16", "onebit", "powersgd, rank 4"} <= raced <= names_in("slow-link.svg")
+    trained = Courses(page.RESULTS).over(HEADLINE)
+    shown = {text.partition(" ")[0] for text in names_in("slow-link.svg")}
+    assert {"allreduce", "noop", "bf16"} <= {course.name for course in trained} <= shown
     assert set(figures.LABELED) <= names_in("fidelity.svg")
     hooks = {figures.short(cell["hook"]) for cell in summary.cells(page.RESULTS)}
     assert hooks | {"measured", "predicted"} <= names_in("scaling.svg")
