@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib import pyplot
 
 from bench.fidelity.runs import Row
-from bench.language import ALONE, HEADLINE, Courses
+from bench.language import ALONE, HEADLINE, Courses, percent
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.costs.units import format_rate
 
@@ -117,8 +117,9 @@ def language(courses: Courses, path: Path) -> None:
             steps, losses, lowest, highest = zip(*course.curve, strict=True)
             seconds = [course.seconds(HEADLINE, step) for step in steps]
             style = styles[course.name]
-            change = f"{100 * course.row.change:+.1f} %" if course is not courses.plain else ""
-            axes.plot(seconds, losses, linewidth=1.8, label=f"{course.name} {change}", **style)
+            change = percent(course.row.change) if course is not courses.plain else ""
+            label, end = f"{course.name} {change}", {"marker": "o", "markevery": [-1]}
+            axes.plot(seconds, losses, linewidth=1.8, markersize=4, label=label, **end, **style)
             axes.fill_between(seconds, lowest, highest, color=style["color"], alpha=0.15, lw=0)
         final = courses.plain.curve[-1][1]
         axes.axhline(final, color=GRAY, linewidth=0.8, linestyle=":")
