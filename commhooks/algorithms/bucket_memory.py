@@ -126,11 +126,10 @@ def widened(kept: Tensor, bucket: GradBucket, comm: Communicator) -> Iterator[Te
     Errors in bfloat16 are copied, and rounded stochastically when the step ends, or what is below
     half of their last digit would be lost in each step. If it raises, they stay as they were.
     """
-    wide = at_least_float32(bucket.buffer().dtype)
-    if kept.dtype == wide:
+    if kept.dtype != torch.bfloat16:
         yield kept
         return
-    error = kept.to(wide)
+    error = kept.to(at_least_float32(bucket.buffer().dtype))
     yield error
     seed = bits_of(f"error:{bucket.key}:{comm.step}:{comm.rank}")
     round_stochastically(error, 1.0, kept, seed)

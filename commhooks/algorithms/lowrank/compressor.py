@@ -71,9 +71,8 @@ class Compressor:
     """The errors and factors of a bucket's matrices, and the products with them.
 
     ``error`` is flat, zeros at first, None without error feedback; in ``error_dtype`` between
-    steps, see :meth:`step`. ``factors`` holds those to start
-    from, of each of ``kept_sides``, random at first. The entries of ``state`` are copied, and
-    become views of these.
+    steps, see :meth:`step`. ``factors`` holds those to start from, of each of ``kept_sides``,
+    random at first. The entries of ``state`` are copied, and become views of these.
     """
 
     def __init__(
