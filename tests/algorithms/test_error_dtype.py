@@ -70,6 +70,12 @@ def test_nothing_is_lost_on_average(run_ranks: Any, name: str) -> None:
     assert missing.mean().abs() < 0.01
 
 
+@pytest.mark.parametrize("name", HOOKS)
+def test_other_dtypes_are_refused(name: str) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=r"error_dtype.*neither bfloat16"):
+        commhooks.create(name, error_dtype=torch.float16)
+
+
 def accumulates(rank: int, size: int) -> float:
     """Return the mean error of gradients of 0.001 that are never sent, after 600 steps."""
     trainer = Trainer(

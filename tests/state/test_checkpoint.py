@@ -113,9 +113,10 @@ def test_each_part_of_a_model_gets_its_own_state(run_ranks: Any, tmp_path: Path)
     run_ranks(save_parts, 4, str(tmp_path))
 
 
-def train_stages(rank: int, size: int, folder: str, steps: int) -> Tensor:
-    """Three stages with the same names, in a mesh whose first dimension is theirs."""
-    group = init_device_mesh("cpu", (3, size // 3), mesh_dim_names=("stage", "data"))["data"]
+def train_stages(rank: int, size: int, folder: str, steps: int, stages: int = 3) -> Tensor:
+    """Stages with the same names, in a mesh whose first dimension is theirs."""
+    shape = (stages, size // stages)
+    group = init_device_mesh("cpu", shape, mesh_dim_names=("stage", "data"))["data"]
     model = commhooks.DistributedDataParallel(nn.Linear(4, 4), process_group=group.get_group())
     handle = commhooks.register(model, "topk", density=0.2, warmup_steps=0)
     if steps == 0:
@@ -133,6 +134,8 @@ def test_another_number_of_replicas_of_each_stage(run_ranks: Any, tmp_path: Path
     errors = run_ranks(train_stages, 6, str(tmp_path), 3)
     for stage, found in enumerate(run_ranks(train_stages, 3, str(tmp_path), 0)):
         torch.testing.assert_close(found, (errors[2 * stage] + errors[2 * stage + 1]) / 2)
+    with pytest.raises(commhooks.CommHookStateError, match=r"found those of \[0, 2, 4\]"):
+        run_ranks(train_stages, 2, str(tmp_path), 0, 2)
 
 
 def refuse_nodes(rank: int, size: int, folder: str) -> None:

@@ -61,6 +61,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
     "error_feedback": [
+        {"inner": "bf16"},
         {"inner": "bf16", "error_dtype": "bfloat16"},
         {"inner": {"name": "cast", "inner": "allreduce"}, "decay": 0.5},
     ],
