@@ -21,12 +21,16 @@ the gradients of step t, which were computed at these parameters, to what the ho
 After a failed step some ranks may have mixed a bucket and others not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from commhooks.codecs.finite import select
 from reducer import GradBucket
+
+_PIECE = 1 << 20
+"""Elements of the tensors that :func:`pieces` yields together."""
 
 
 def parameters_of(bucket: GradBucket) -> list[Tensor]:
@@ -51,8 +55,44 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the result of :func:`pack`, in the shapes of the tensors."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def store(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the result of :func:`pack`, or numbers in its order, into the tensors."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    torch._foreach_copy_(list(tensors), views)
+    torch._foreach_copy_(list(tensors), unpack(flat, tensors))
+
+
+def store_if(condition: Tensor, values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each value to its tensor if ``condition`` is true. Does not wait for the device."""
+    selected = [select(condition, v, t) for v, t in zip(values, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), selected)
+
+
+def pieces(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Yield the tensors of all lists, some at a time; of large ones, views of some rows.
+
+    Temporary tensors of a piece have about a million elements, whatever the model's size, and many
+    small tensors share operations. Tensors at the same place need the same shape.
+    """
+    group: list[tuple[Tensor, ...]] = []
+    elements = 0
+    for row in (row for tensors in zip(*lists, strict=True) for row in _rows(tensors)):
+        if group and elements + row[0].numel() > _PIECE:
+            yield [*map(list, zip(*group, strict=True))]
+            group, elements = [], 0
+        group.append(row)
+        elements += row[0].numel()
+    if group:
+        yield [*map(list, zip(*group, strict=True))]
+
+
+def _rows(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    first = tensors[0]
+    if first.numel() <= _PIECE:
+        return iter([tensors])
+    length = max(1, _PIECE * len(first) // first.numel())
+    return zip(*(torch.split(tensor, length) for tensor in tensors), strict=True)

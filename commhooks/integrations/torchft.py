@@ -279,16 +279,20 @@ class _Members(Adapter):
 
     def _save(self) -> dict[str, Any]:
         assert self._elastic is not None
-        state = {name: dict(entry) for name, entry in self._elastic.common_state().items()}
-        return {"steps": self.steps, "state": state}
+        # Copies, because a joining rank may fetch them while the next outer step changes these.
+        return {"steps": self.steps, "state": _copied(self._elastic.common_state())}
 
     def _load(self, saved: dict[str, Any]) -> None:
         with self.between_steps():
-            cast("CommHook", self.hook).state = {
-                name: {key: tensor.clone() for key, tensor in entry.items()}
-                for name, entry in saved["state"].items()
-            }
+            cast("CommHook", self.hook).state = _copied(saved["state"])
         self.steps = saved["steps"]
+
+
+def _copied(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {key: tensor.clone() for key, tensor in entry.items()}
+        for name, entry in state.items()
+    }
 
 
 class _Averager(_Members, TorchDDPAdapter):

@@ -378,6 +378,33 @@ def test_an_average_that_is_not_finite_shows_in_gradients(
         ]
 
 
+def drift(rank: int, size: int, options: dict[str, Any]) -> tuple[float, Tensor]:
+    """Return the distance that the hook has measured in step 2, and the parameters then."""
+    probe = GradientProbe({"a": torch.zeros(300, 200), "b": torch.zeros(5)})
+    model = commhooks.DistributedDataParallel(probe)
+    handle = commhooks.register(model, "diloco", **options)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for parameter in probe.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            own = torch.cat([each.detach().flatten() for each in probe.parameters()])
+        model({name: torch.ones(()) for name in "ab"}).backward()
+        if step == 2 + options.get("delay", 0):
+            return handle.hook.metrics()["consensus_distance"], own  # type: ignore[union-attr]
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("delay", "within"), [(0, 1e-5), (1, 0.03)])
+def test_consensus_distance(run_ranks: Any, delay: int, within: float) -> None:
+    """It is exact, and with a delay estimated from every 17th number."""
+    found = run_ranks(drift, 3, {"period": 1, "delay": delay})
+    models = torch.stack([own for _, own in found])
+    for distance, own in found:
+        assert distance == pytest.approx((own - models.mean(0)).norm().item(), rel=within)
+
+
 # ---------------------------------------------------------------------------------------- options
 
 INNER = r"'inner'.*expected a hook that averages gradients, such as int8; "

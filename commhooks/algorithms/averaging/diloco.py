@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.local_sgd import LocalSteps
-from commhooks.algorithms.bucket_parameters import pack, parameters_of
-from commhooks.codecs.finite import all_finite, is_known_false, select
+from commhooks.algorithms.bucket_parameters import parameters_of, pieces, store_if
+from commhooks.codecs.finite import all_finite, is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -41,6 +41,10 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
+
+_SAMPLED = 17
+"""With a delay, ``consensus_distance`` is estimated from every 17th number: a copy of all would be
+kept until the average arrives. Odd: not one column of a matrix."""
 
 
 @register_hook("diloco")
@@ -178,8 +182,8 @@ class DiLoCo(LocalSteps):
         if is_known_false(finite):
             return finite
         for name, parameter in parameters.items():
-            start = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
-            anchor = select(finite, start, torch.nan)
+            anchor = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
+            anchor.masked_fill_(~finite, torch.nan)
             self.state[name] = {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
         return finite
 
@@ -202,19 +206,17 @@ class DiLoCo(LocalSteps):
             for name, parameter in parameters.items()
             if name in self._pending and self._has_arrived(name, step)
         }
-        return self._outer_step(due, await self._take(due))
+        if not due:
+            return []
+        pending = [self._pending.pop(name) for name in due]
+        device = next(iter(due.values())).device  # a loaded average may be on another one
+        averages = [(await each).to(device) for each in dict.fromkeys(p.exchange for p in pending)]
+        gradients = [each.average.to(device) for each in pending]
+        return [self._outer_step(due, gradients, averages)]
 
     def _has_arrived(self, name: str, step: int) -> bool:
         # In a step in which it was to arrive, the bucket may have been left out.
         return self._turns.is_due(name, step) or self._turns.since(name, step) >= self.delay
-
-    async def _take(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the averages of these parameters, which are no longer pending."""
-        pending = [self._pending.pop(name) for name in parameters]
-        for exchange in dict.fromkeys(each.exchange for each in pending):
-            await exchange
-        own = zip(pending, parameters.values(), strict=True)
-        return [each.average.to(parameter.device) for each, parameter in own]
 
     async def _send(
         self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
@@ -226,12 +228,20 @@ class DiLoCo(LocalSteps):
         if self.delay:
             self._begin(part, comm)
             return []
-        await self._average(part, comm)
-        return self._outer_step(due, part.gradients())
+        average, gradients = await self._average(part, comm), part.gradients()
+        # Until the outer step, anchors and parameters still tell what was sent.
+        anchors = [self._entry(name, parameter)["anchor"] for name, parameter in due.items()]
+        triples = pieces(anchors, list(due.values()), gradients)
+        self.measure(comm.step, map(_disagreement, triples))
+        return [self._outer_step(due, gradients, [average])]
 
     def _begin(self, part: GradBucket, comm: Communicator) -> None:
         async def average(comm: Communicator) -> Tensor:
-            return await self._average(part, comm)
+            own = part.buffer()[::_SAMPLED].clone()
+            average = await self._average(part, comm)
+            scale = math.sqrt(average.numel() / max(len(own), 1))
+            self.measure(comm.step, [[own.sub_(average[::_SAMPLED]).mul_(scale)]])
+            return average
 
         exchange = comm.begin(average)
         for name, view in zip(part.names, part.gradients(), strict=True):
@@ -242,34 +252,37 @@ class DiLoCo(LocalSteps):
         if self._follows_commits:
             self._sent[part.key] = part.names, kept(self.inner, [*part.names, part.key])
         buffer = part.buffer()
-        own = buffer.clone()
         average = await self.inner.reduce(part, comm.within(self.inner, key=part.key))
         if average is not buffer:
             buffer.copy_(average.view(-1))
-        self.measure(comm.step, own.sub_(buffer))
         return buffer
 
     def _outer_step(
-        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Step with outer gradients, unless one is not finite.
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Sequence[Tensor],
+        averages: Sequence[Tensor],
+    ) -> Tensor:
+        """Step with outer gradients, unless one is not finite: one number of ``averages``.
 
-        Return whether all are, () bool, in a list, which is empty if there are no gradients.
+        Return whether all are, () bool.
         """
-        if not gradients:
-            return []
-        finite = all_finite(pack(gradients))
+        finite = torch.stack(list(map(all_finite, averages))).all()
+        if is_known_false(finite):
+            return finite
         self.keep(parameters)
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            entry = self._entry(name, parameter)
-            momentum = entry["momentum"].mul(self.outer_momentum).add_(gradient)
-            change = gradient.add(momentum, alpha=self.outer_momentum)
-            anchor = entry["anchor"].sub(change, alpha=self.outer_lr)
-            own = parameter.to(anchor.dtype)
-            parameter.copy_(select(finite, torch.lerp(anchor, own, self.merge), own))
-            entry["anchor"] = select(finite, anchor, entry["anchor"])
-            entry["momentum"] = select(finite, momentum, entry["momentum"])
-        return [finite]
+        entries = [self._entry(name, parameter) for name, parameter in parameters.items()]
+        state = ([entry[name] for entry in entries] for name in ("anchor", "momentum"))
+        for some, anchors, momenta, d in pieces(list(parameters.values()), *state, gradients):
+            moved = torch._foreach_mul(momenta, self.outer_momentum)  # noqa: SLF001
+            torch._foreach_add_(moved, d)
+            change = torch._foreach_add(d, moved, alpha=self.outer_momentum)  # noqa: SLF001
+            ends = torch._foreach_sub(anchors, change, alpha=self.outer_lr)  # noqa: SLF001
+            own = [p.to(end.dtype) for p, end in zip(some, ends, strict=True)]
+            mixed = torch._foreach_lerp(ends, own, self.merge)  # noqa: SLF001
+            for values, into in ((mixed, some), (ends, anchors), (moved, momenta)):
+                store_if(finite, values, into)
+        return finite
 
     def _entry(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter on its device; a loaded one may be on another."""
@@ -381,6 +394,14 @@ def restore(entries: Sequence[Kept]) -> None:
         hook.state = {k: e for k, e in hook.state.items() if k != key}
         if entry is not None:
             hook.state[key] = entry
+
+
+def _disagreement(tensors: Sequence[list[Tensor]]) -> Sequence[Tensor]:
+    """Return the outer gradients of this rank, anchors minus parameters, minus their averages."""
+    anchors, parameters, averages = tensors
+    own = torch._foreach_sub(anchors, parameters)  # noqa: SLF001
+    torch._foreach_sub_(own, averages)
+    return own
 
 
 class Pending(NamedTuple):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
-from commhooks.algorithms.bucket_parameters import parameters_of, store
+from commhooks.algorithms.bucket_parameters import parameters_of, pieces, store_if, unpack
 from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
@@ -119,7 +119,7 @@ class LocalSteps(WithoutConsensus, Elastic):
         if self._follows_commits:
             for name, parameter in parameters.items():
                 entry = self.state.get(name)
-                kept = None if entry is None else dict(entry)  # tensors in it are only replaced
+                kept = None if entry is None else {key: t.clone() for key, t in entry.items()}
                 self._before[name] = parameter, parameter.clone(), kept
 
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
@@ -140,10 +140,12 @@ class LocalSteps(WithoutConsensus, Elastic):
 
         If it is not, nothing changes, on any rank.
         """
-        own, mean = await self.mean_of(list(parameters.values()), step, comm)
+        own = list(parameters.values())
+        mean = await self.mean_of(own, step, comm)
         finite = all_finite(mean)
         self.keep(parameters)
-        store(select(finite, mean, own), list(parameters.values()))
+        for means, some in pieces(unpack(mean, own), own):
+            store_if(finite, means, some)
         return finite
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:

@@ -1,13 +1,13 @@
 """Base class of hooks under which each rank has a model of its own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import pack, parameters_of
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, pieces, unpack
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
@@ -22,9 +22,10 @@ class WithoutConsensus(CommHook):
 
     ``consensus_distance`` is ‖x_i - mean‖₂, the norm of the difference between this rank's
     parameters and their mean over all ranks, in the last step in which parameters were sent. It is
-    exact if that step computed the mean. If the rank had the parameters of one partner only, it is
-    an estimate, exact with two ranks; with more, its square, averaged over all ranks, has the right
-    expectation over random partners, while that of a single rank may be off with every partner.
+    exact if that step computed the mean; DiLoCo with a delay samples it. If the rank had the
+    parameters of one partner only, it is an estimate, exact with two ranks; with more, its square,
+    averaged over all ranks, has the right expectation over random partners, while that of a single
+    rank may be off with every partner.
     """
 
     consensus = False
@@ -36,10 +37,17 @@ class WithoutConsensus(CommHook):
         # One of each bucket. On the host, because an exchange may measure while metrics are read.
         self._squares: list[HostCopy] = []
 
-    def measure(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
-        """Add one bucket's difference from the mean or, of ``partner_of`` ranks, from a partner."""
-        dtype = at_least_float32(difference.dtype)
-        square = torch.linalg.vector_norm(difference, dtype=dtype).square().double()
+    def measure(
+        self, step: int, differences: Iterable[Sequence[Tensor]], *, partner_of: int = 0
+    ) -> None:
+        """Add one bucket's differences from the mean or, of ``partner_of`` ranks, from a partner.
+
+        ``differences``: lists of tensors, of which one at a time is in memory.
+        """
+        norms = list[Tensor]()
+        for some in differences:
+            norms += torch._foreach_norm(list(some), dtype=at_least_float32(some[0].dtype))  # noqa: SLF001
+        square = torch.stack(norms).double().square().sum()
         if partner_of:
             # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².
             square *= (partner_of - 1) / (2 * partner_of)
@@ -47,15 +55,14 @@ class WithoutConsensus(CommHook):
             self._measured_step, self._squares = step, []
         self._squares.append(HostCopy(square))
 
-    async def mean_of(
-        self, parameters: Sequence[Tensor], step: int, comm: Communicator
-    ) -> tuple[Tensor, Tensor]:
-        """Return this rank's parameters and their mean over the ranks, both flat. Measures."""
+    async def mean_of(self, parameters: Sequence[Tensor], step: int, comm: Communicator) -> Tensor:
+        """Return the mean of parameters over the ranks, flat, in at least float32. Measures."""
         own = pack(parameters)
         own = own.to(at_least_float32(own.dtype))
-        mean = await comm.all_reduce(own / comm.size)
-        self.measure(step, own - mean)
-        return own, mean
+        mean = await comm.all_reduce(own.div_(comm.size))
+        pairs = pieces(parameters, unpack(mean, parameters))
+        self.measure(step, (torch._foreach_sub(*pair) for pair in pairs))  # noqa: SLF001
+        return mean
 
     def mean_bytes(self, bucket: GradBucket, size: int) -> int:
         """Return the bytes that :meth:`mean_of` sends for all parameters of a bucket."""
