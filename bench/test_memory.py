@@ -56,8 +56,8 @@ def state_bytes(hook: CommHook) -> int:
 
 
 MODEL = "bench.models:four_layers"
-_IN_EACH_PERIOD = ("diloco:period=2", "diloco:period=2,inner=int4", "diloco:period=2,delay=1")
-"""Hooks that at their defaults do nothing in so few steps."""
+_PEAKS = ("diloco:period=2", "diloco:period=2,inner=int4", "diloco:period=2,delay=1", "topk")
+"""Steps in which DiLoCo's averages are due, and those of a warm-up."""
 NOISE = 0.05  # share of the gradients: other allocations of the process
 RANKS = 2
 
@@ -78,7 +78,7 @@ def usage_of(name: str) -> dict[str, int]:
 
 
 @pytest.mark.benchmark(group="memory")
-@pytest.mark.parametrize("hook", ["torch", *MEASURED_HOOKS, *_IN_EACH_PERIOD])
+@pytest.mark.parametrize("hook", ["torch", *MEASURED_HOOKS, *_PEAKS])
 def test_memory(benchmark: Any, hook: str) -> None:
     """Measure memory; the time that is shown is that of starting the processes."""
     bare = usage_of("bare")

@@ -23,6 +23,7 @@ from commhooks.algorithms.sparse.selection import draw_indices
 from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
+from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.hook.spec import hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -114,6 +115,26 @@ def test_sent_plus_error_is_gradient_plus_old_error(name, size, dtype):
             if comms[rank].contribution is not None:
                 assert torch.equal(comms[rank].contribution.double(), sent[-1])
         assert_is_mean(results, sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["topk, dense", "threshold, dense", "topk, chunks"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_no_step_sends_more_than_an_average_in_float32(name, size, dtype):
+    """Not in warm-ups, and not with many ranks, see Note [Many elements]."""
+    hooks = [HOOKS[name]() for _ in range(size)]
+    most = all_reduce_bytes(4 * NUMEL, size)
+    for step in range(4):
+        _, comms = take_step(hooks, step, dtype)
+        tensor = comms[0].sent[-1]
+        is_summed = tensor.shape == (NUMEL,)
+        assert is_summed or all_gather_bytes(tensor.nbytes, size) <= most
+        bucket = make_bucket(gradients_of(0, step, dtype), step)
+        if name != "threshold, dense":
+            sent = most if is_summed else all_gather_bytes(tensor.nbytes, size)
+            assert hooks[0].wire_bytes(bucket, size) == sent
+        if size == 8 and (step == 0 or "dense" in name):
+            assert is_summed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -79,7 +79,10 @@ class DeMo(SparseHook):
     capturable_from = 0
     keeps = "momentum"
     gets_each_once = True
-    wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
+    wire = (
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
+        "all-reduce of plain averaging where that is less"
+    )
     paper = "https://arxiv.org/abs/2411.19870"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

@@ -82,7 +82,10 @@ class DGC(WarmedUp):
     error_dtype: torch.dtype | None = field(default=None, init=False, repr=False)
 
     gets_each_once = True
-    wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
+    wire = (
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
+        "all-reduce of plain averaging where that is less"
+    )
     paper = "https://arxiv.org/abs/1712.01887"
 
     def __post_init__(self) -> None:

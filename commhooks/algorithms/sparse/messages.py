@@ -19,6 +19,13 @@ With the gradients G, the error E of earlier steps and M = G + E:
 M is computed in the bucket's buffer. A non-finite element counts as larger than any number, so it
 is always sent, and no separate flag has to tell the other ranks: Note [All finite] in
 codecs/finite.py.
+
+Note [Many elements]
+~~~~~~~~~~~~~~~~~~~~
+An all-gather sends (N-1) messages of each rank, an all-reduce 2·(N-1)/N times the whole vector,
+zeros included. With many elements, as in a warm-up, or many ranks, the all-reduce sends less, and
+needs memory for one vector instead of N messages. All ranks decide by the largest count, so that no
+step sends more than plain averaging in float32 (without a codec, whose values are few bits).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +37,10 @@ from torch import Tensor
 
 from commhooks.algorithms.sparse.selection import scatter_add
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.finite import is_known_false
+from commhooks.codecs.finite import all_finite, copy_if, is_known_false, select
 from commhooks.codecs.index_code import IndexCode, words_of
 from commhooks.comm.communicator import Communicator
-from commhooks.comm.wire import all_gather_bytes
+from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.kernels import backend_of, launch
 from commhooks.kernels.launcher import blocks_for
 from commhooks.kernels.source import ELEMENTS, SPARSE, TYPES, kernel_name
@@ -78,7 +85,7 @@ class SparseVector:
 
 @dataclass(frozen=True)
 class GatheredVectors:
-    """The sparse vectors of all ranks."""
+    """The sparse vectors of all ranks, or their sum."""
 
     own: SparseVector
     """This rank's vector, as all ranks have received it."""
@@ -91,9 +98,9 @@ class GatheredVectors:
     """``commit(total, error, buffer)`` finishes the step as Note [Sparse commit] says.
 
     If all values are finite, ``error`` becomes ``total`` minus this rank's vector, and ``buffer``
-    the mean over ranks, summed in the order of ranks. Otherwise ``error`` stays as it is and
-    ``buffer`` becomes NaN. ``total`` may be ``buffer``; its contents are lost. ``buffer`` has the
-    dtype of the values that arrived, and is returned. Does not wait for the device.
+    the mean over ranks, the same on all of them. Otherwise ``error`` stays as it is and ``buffer``
+    becomes NaN. ``total`` may be ``buffer``; its contents are lost. ``buffer`` has the dtype of the
+    values that arrived, and is returned. Does not wait for the device.
     """
 
 
@@ -103,14 +110,17 @@ async def gather(
     comm: Communicator,
     codec: BlockCodec | None = None,
 ) -> GatheredVectors:
-    """All-gather the sparse vectors of all ranks, padded to the longest.
+    """All-gather the sparse vectors of all ranks, padded to the longest, or sum them.
 
     ``counts`` holds the number of values on each rank. If all are zero, nothing is sent. With a
     codec, which rounds the values, those that arrive are float32, or float64 if they were.
+    See Note [Many elements].
     """
     code = IndexCode.shortest(own.numel, max(counts))
     if code.count == 0:
         return _one_by_one(own, [])
+    if _sum_bytes(code, own.values.dtype, codec, comm.size) is not None:
+        return await _sum(own, comm)
     if codec is not None:
         own = replace(own, values=to_memory_dtype(own.values))
     dtype = own.values.dtype
@@ -122,18 +132,47 @@ async def gather(
         messages = _expand(compact, code, codec, dtype)
         received = messages[comm.rank, code.nbytes :].view(dtype)[: own.count]
         own = replace(own, values=received)
+    del message
     if backend_of(messages) is None:
         pairs = zip(messages, counts, strict=True)
-        return _one_by_one(own, [_read_message(message, code, dtype, n) for message, n in pairs])
+        vectors = [_read_message(message, code, dtype, n) for message, n in pairs]
+        return _one_by_one(vectors[comm.rank], vectors)
     read = MessagesOnDevice(messages, dtype, code)
     return GatheredVectors(own, read.all_finite, partial(read.store_mean, comm.rank))
 
 
+async def _sum(own: SparseVector, comm: Communicator) -> GatheredVectors:
+    """All-reduce the vectors with their zeros."""
+    dtype = at_least_float32(own.values.dtype)
+    mean = await comm.all_reduce(own.dense(dtype).div_(comm.size))
+    finite = all_finite(mean)
+
+    def commit(total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
+        if is_known_false(finite):
+            return buffer.fill_(torch.nan)
+        if error is not None:
+            scatter_add(-own.values.to(total.dtype), own.indices, total)
+            copy_if(finite, total, error)
+        return buffer.copy_(select(finite, mean, torch.nan))
+
+    return GatheredVectors(own, finite, commit)
+
+
 def gather_bytes(bucket: GradBucket, count: int, size: int, codec: BlockCodec | None = None) -> int:
-    """Return the bytes that each of ``size`` ranks sends to gather ``count`` elements of each."""
-    buffer = bucket.buffer()
-    code = IndexCode.shortest(buffer.numel(), count)
-    return all_gather_bytes(_message_bytes(code, buffer.dtype, codec), size)
+    """Return the bytes that each of ``size`` ranks sends to :func:`gather` ``count`` elements."""
+    dtype = bucket.buffer().dtype
+    code = IndexCode.shortest(bucket.buffer().numel(), count)
+    summed = _sum_bytes(code, dtype, codec, size)
+    return all_gather_bytes(_message_bytes(code, dtype, codec), size) if summed is None else summed
+
+
+def _sum_bytes(
+    code: IndexCode, dtype: torch.dtype, codec: BlockCodec | None, size: int
+) -> int | None:
+    """Return the bytes of an all-reduce of the vectors, None if an all-gather sends less."""
+    nbytes = all_reduce_bytes(code.numel * at_least_float32(dtype).itemsize, size)
+    is_less = nbytes < all_gather_bytes(_message_bytes(code, dtype), size)
+    return nbytes if codec is None and is_less else None
 
 
 def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
@@ -191,22 +230,24 @@ def _expand(messages: Tensor, code: IndexCode, codec: BlockCodec, dtype: torch.d
 
 def _one_by_one(own: SparseVector, vectors: Sequence[SparseVector]) -> GatheredVectors:
     """On the CPU: check and add each vector by itself."""
-    all_finite = torch.ones((), dtype=torch.bool, device=own.values.device)
+    finite = torch.ones((), dtype=torch.bool, device=own.values.device)
     for vector in vectors:
-        all_finite &= vector.values.isfinite().all()
+        finite &= vector.values.isfinite().all()
 
     def commit(total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
-        if is_known_false(all_finite):
+        if is_known_false(finite):
             return buffer.fill_(torch.nan)
         if error is not None:
             scatter_add(-own.values.to(total.dtype), own.indices, total)
             error.copy_(total)
         mean = to_memory_dtype(buffer.zero_())
         for vector in vectors:
-            scatter_add(vector.values.to(mean.dtype) / len(vectors), vector.indices, mean)
+            # In place: the message is not needed any more.
+            values = vector.values.to(mean.dtype).div_(len(vectors))
+            scatter_add(values, vector.indices, mean)
         return buffer.copy_(mean)
 
-    return GatheredVectors(own, all_finite, commit)
+    return GatheredVectors(own, finite, commit)
 
 
 class MessagesOnDevice:

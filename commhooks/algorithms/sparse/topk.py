@@ -54,7 +54,10 @@ class TopK(WarmedUp):
     bits: Literal[2, 4, 8] | None = None
     """Send values as integers of 2, 4 or 8 bits, with a scale per chunk. What they round off is
     kept in the error. Needs ``chunk``."""
-    wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
+    wire = (
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
+        "all-reduce of plain averaging where that is less"
+    )
     paper = "https://arxiv.org/abs/1809.07599"
 
     def __post_init__(self) -> None:
@@ -69,9 +72,9 @@ class TopK(WarmedUp):
         buffer = bucket.buffer()
         with self._error(bucket, comm) as error:
             total = to_memory_dtype(buffer)
-            own = SparseVector.of(total, self._select(bucket, total, error), buffer.dtype)
-            codec = self._codec(bucket)
-            gathered = await gather(own, [own.count] * comm.size, comm, codec)
+            codec, counts = self._codec(bucket), [self._count(bucket)] * comm.size
+            # No name for what is sent: it can be freed as soon as it has been sent.
+            gathered = await gather(self._selected(bucket, total, error), counts, comm, codec)
             if comm.wants_contribution and self.tells_contribution:
                 comm.contribution = gathered.own.dense(total.dtype)
             mean = gathered.commit(total, error, buffer if codec is None else total)
@@ -80,11 +83,14 @@ class TopK(WarmedUp):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return gather_bytes(bucket, self._count(bucket), size, self._codec(bucket))
 
-    def _select(self, bucket: GradBucket, total: Tensor, error: Tensor | None) -> Tensor:
-        """Add the error to the total, and return the indices of the largest elements."""
+    def _selected(self, bucket: GradBucket, total: Tensor, error: Tensor | None) -> SparseVector:
+        """Add the error to the total, and return its largest elements."""
         if self.chunk is None:
-            return select_largest(total, error, self._count(bucket))
-        return select_largest_of_chunks(total, error, self.chunk, self._per_chunk(bucket))
+            indices = select_largest(total, error, self._count(bucket))
+        else:
+            per_chunk = self._per_chunk(bucket)
+            indices = select_largest_of_chunks(total, error, self.chunk, per_chunk)
+        return SparseVector.of(total, indices, bucket.buffer().dtype)
 
     def _count(self, bucket: GradBucket) -> int:
         """Return how many elements are sent of a bucket."""
