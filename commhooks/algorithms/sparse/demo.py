@@ -80,8 +80,8 @@ class DeMo(SparseHook):
     keeps = "momentum"
     gets_each_once = True
     wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
-        "all-reduce of plain averaging where that is less"
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
+        "what plain averaging sends"
     )
     paper = "https://arxiv.org/abs/2411.19870"
 

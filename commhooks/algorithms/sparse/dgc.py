@@ -83,8 +83,8 @@ class DGC(WarmedUp):
 
     gets_each_once = True
     wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
-        "all-reduce of plain averaging where that is less"
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
+        "what plain averaging sends"
     )
     paper = "https://arxiv.org/abs/1712.01887"
 

@@ -36,8 +36,8 @@ class Threshold(SparseHook):
     """Average the elements that reach a threshold; add the others to the next gradient.
 
     The number of elements sent follows the gradients: more early in training, fewer later. It may
-    differ between ranks, and each rank sends as many bytes as the rank with the most elements, or
-    only the counts if all are zero. A non-finite element reaches any threshold. On CUDA the host
+    differ between ranks, and each rank sends as many bytes as the rank with the most elements, but
+    no more than plain averaging, and only the counts if all are zero. A non-finite element reaches any threshold. On CUDA the host
     waits for this rank's count and for those of the others, on which the memory needed depends.
     """
 
@@ -45,7 +45,10 @@ class Threshold(SparseHook):
     """Elements of at least this magnitude are sent; it applies to this rank's gradient plus error.
     A gradient scaler multiplies gradients, so multiply this by its scale."""
 
-    wire = "an all-gather of 8 bytes, then one of values and indices, padded to the longest"
+    wire = (
+        "an all-gather of 8 bytes, then one of values and indices, padded to the longest, at most "
+        "what plain averaging sends"
+    )
     paper = "https://arxiv.org/abs/2108.00951"
     rounds = 2
 

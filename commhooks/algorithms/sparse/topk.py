@@ -55,8 +55,8 @@ class TopK(WarmedUp):
     """Send values as integers of 2, 4 or 8 bits, with a scale per chunk. What they round off is
     kept in the error. Needs ``chunk``."""
     wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, or the "
-        "all-reduce of plain averaging where that is less"
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
+        "what plain averaging sends"
     )
     paper = "https://arxiv.org/abs/1809.07599"
 
