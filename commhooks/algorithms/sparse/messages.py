@@ -125,19 +125,21 @@ async def gather(
         own = replace(own, values=to_memory_dtype(own.values))
     dtype = own.values.dtype
     message = write_message(own, code)
+    del own  # what is received holds it as well
     if codec is None:
         messages = await comm.all_gather(message)
     else:
         compact = await comm.all_gather(_quantize_values(message, code, codec, dtype))
         messages = _expand(compact, code, codec, dtype)
-        received = messages[comm.rank, code.nbytes :].view(dtype)[: own.count]
-        own = replace(own, values=received)
     del message
     if backend_of(messages) is None:
         pairs = zip(messages, counts, strict=True)
         vectors = [_read_message(message, code, dtype, n) for message, n in pairs]
         return _one_by_one(vectors[comm.rank], vectors)
     read = MessagesOnDevice(messages, dtype, code)
+    count = counts[comm.rank]
+    values = messages[comm.rank, code.nbytes :].view(dtype)[:count]
+    own = SparseVector(read.indices[comm.rank, :count], values, code.numel)
     return GatheredVectors(own, read.all_finite, partial(read.store_mean, comm.rank))
 
 
@@ -232,7 +234,7 @@ def _one_by_one(own: SparseVector, vectors: Sequence[SparseVector]) -> GatheredV
     """On the CPU: check and add each vector by itself."""
     finite = torch.ones((), dtype=torch.bool, device=own.values.device)
     for vector in vectors:
-        finite &= vector.values.isfinite().all()
+        finite &= all_finite(vector.values)
 
     def commit(total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
         if is_known_false(finite):
