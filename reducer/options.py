@@ -40,13 +40,13 @@ class GroupKeys:
     ) -> None:
         self._key_of = key_of
         self._delayed = delayed
-        self._sharded = sharded
+        self.sharded = sharded
         self.process_groups = dict(process_groups or {})
 
     @property
     def are_given(self) -> bool:
         """Whether some parameters are separated from others."""
-        return self._key_of is not None or bool(self._delayed) or bool(self._sharded)
+        return self._key_of is not None or bool(self._delayed) or bool(self.sharded)
 
     def process_group(self, name: str, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """Return the group that the parameter is averaged over, or None for the model's group."""
@@ -66,7 +66,7 @@ class GroupKeys:
             )
         numbers: dict[tuple[Hashable, bool], int] = {}
         settings.keys = [
-            numbers.setdefault((key, name in self._sharded and key != _DELAYED), len(numbers))
+            numbers.setdefault((key, name in self.sharded and key != _DELAYED), len(numbers))
             for key, (name, _) in zip(keys, named_parameters, strict=True)
         ]
         settings.key_groups = {

@@ -3,7 +3,7 @@
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,6 +57,8 @@ class Adapter(Ranks, ABC):
     """Whether the ranks stay the same as long as the model trains."""
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
+    tensor_parallel: Collection[str] = ()
+    """The names of parameters of which tensor parallelism gives each rank a part."""
 
     def __init__(
         self,
@@ -103,13 +105,21 @@ class Adapter(Ranks, ABC):
 
     def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work on this kind of model."""
+        if not isinstance(hook, CommHook):
+            return
         backend = family_of(self.group, self.device)
-        is_ours = isinstance(hook, CommHook)
-        if is_ours and self.sparse and self.group.size() > 1 and backend != GLOO:
+        if self.sparse and self.group.size() > 1 and backend != GLOO:
             raise CommHookError(
                 f"the gradients of {', '.join(self.sparse)} are sparse, and {backend!r} cannot "
                 "average those; create their embeddings with sparse=False, or use Gloo"
             )
+        for each in tree(hook):
+            if each.skips_steps and (self.shards > 1 or self.tensor_parallel):
+                raise CommHookError(
+                    f"hook {each!r} tells the training loop which steps to skip, but the ranks of "
+                    "a replica see gradients of other parts of the parameters, and would skip "
+                    "other steps. Check a norm of all parts, as clip_grad_norm_() of FSDP2"
+                )
 
     def install(
         self,

@@ -41,6 +41,7 @@ class DDPAdapter(Adapter):
         ]
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
+        self.tensor_parallel = model.options.group_keys.sharded
         self._registration = model.hook_registration
         self._stands_in = False
         """Whether a hook in C++ runs in place of the runner."""

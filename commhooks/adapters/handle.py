@@ -414,7 +414,9 @@ def check_unused(hook: CommHook, adapter: Adapter) -> None:
 
 def _prepare(hook: CommHook, adapter: Adapter) -> None:
     try:
-        prepare(hook, adapter.parameters, adapter.group, adapter.roles, adapter.units)
+        sharded = adapter.tensor_parallel
+        replicated = adapter.parameters.keys() - sharded if sharded else ()
+        prepare(hook, adapter.parameters, adapter.group, adapter.roles, adapter.units, replicated)
     except CommHookError:
         raise
     except Exception as error:

@@ -49,7 +49,7 @@ no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 
 import inspect
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -79,6 +79,9 @@ class ModelInfo:
     units: Sequence[Sequence[str]] | None = None
     """The parameters of each bucket, if they never change: the units of a model that is sharded
     with FSDP2, in its order. None on other models."""
+    replicated: Collection[str] = ()
+    """The parameters that ranks of other groups have as well: those that tensor parallelism leaves
+    whole. No decision that is made in one group may change their averages."""
 
 
 @dataclass

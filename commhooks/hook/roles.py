@@ -1,6 +1,6 @@
 """The roles that parameters have in a model, for hooks that treat some of them differently."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -35,10 +35,12 @@ def prepare(
     group: dist.ProcessGroup,
     roles: Mapping[str, Role] | None,
     units: Sequence[Sequence[str]] | None = None,
+    replicated: Collection[str] = (),
 ) -> None:
     """Prepare a hook, and those nested in it, for a model. ``roles``: None if unknown."""
+    info = ModelInfo(roles, units, replicated)
     for each in tree(hook):
-        object.__setattr__(each, "model_info", ModelInfo(roles, units))  # its class may be frozen
+        object.__setattr__(each, "model_info", info)  # its class may be frozen
     hook.prepare(parameters, group)
 
 

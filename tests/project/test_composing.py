@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from support.states import hook_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -242,35 +243,73 @@ def test_tensor_parallelism(
         assert difference.abs().max() < limit
 
 
+class Replicated:
+    """A model with parameters that all ranks of a tensor group have whole."""
+
+    def __init__(self, *, fsdp: bool) -> None:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "shard", "tensor"))
+        net = nn.Sequential(make_net(), nn.Linear(4, 4))
+        parallelize_module(net[0], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        self.model: Any = (
+            fully_shard(net, mesh=mesh["data", "shard"])
+            if fsdp
+            else commhooks.DistributedDataParallel(net, device_mesh=mesh["data"])
+        )
+        named = dict(net.named_parameters())
+        self.whole = [named["0.2.bias"], named["1.weight"]]
+        """A DTensor, where they are still some, and one that was a plain tensor."""
+        self.group = mesh.get_group("tensor")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+
+    def train(self, rank: int, steps: int) -> Iterator[bool]:
+        """Yield after each step whether the ranks of a tensor group have the same."""
+        for step in range(steps):
+            loss_of(self.model, rank // 2, step).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield all(torch.equal(*self.of_group(whole)) for whole in self.whole)
+
+    def of_group(self, tensor: Any) -> list[Tensor]:
+        ours = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        found = [torch.empty_like(ours) for _ in range(2)]
+        dist.all_gather(found, ours, group=self.group)
+        return found
+
+
 def replicate_in_parallel(rank: int, size: int, *, fsdp: bool) -> None:
-    """Two parameters that all ranks of a tensor group have whole, one of them a plain tensor."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "shard", "tensor"))
-    net = nn.Sequential(make_net(), nn.Linear(4, 4))
-    parallelize_module(net[0], mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    model: Any = (
-        fully_shard(net, mesh=mesh["data", "shard"])
-        if fsdp
-        else commhooks.DistributedDataParallel(net, device_mesh=mesh["data"])
-    )
-    named = dict(net.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    replicated = Replicated(fsdp=fsdp)
     for name, options in (("int4", {}), ("topk", {"density": 0.2, "warmup_steps": 0})):
-        handle = commhooks.register(model, name, **options)
-        for step in range(4):
-            loss_of(model, rank // 2, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        handle = commhooks.register(replicated.model, name, **options)
+        assert all(replicated.train(rank, 4)), name
         handle.remove()
-        for whole in (named["0.2.bias"], named["1.weight"]):
-            ours = whole.to_local() if fsdp else whole.detach()
-            of_group = [torch.empty_like(ours) for _ in range(2)]
-            dist.all_gather(of_group, ours, group=mesh.get_group("tensor"))
-            assert torch.equal(*of_group), name
+
+
+def decide_in_parallel(rank: int, size: int, *, fsdp: bool) -> None:
+    """The errors that `guard` finds differ between groups, and its bound is between two of them."""
+    bound = 10.0
+    for metric in ("last_error", "is_fallback"):
+        replicated = Replicated(fsdp=fsdp)
+        handle = commhooks.register(
+            replicated.model, "guard", inner="int4", max_error=bound, every=1
+        )
+        found = []
+        for is_same in replicated.train(rank, 6):
+            assert is_same
+            found.append(replicated.of_group(torch.tensor(handle.stats().metrics[metric])))
+        bound = float(sum(next(pair for pair in found if pair[0] != pair[1]))) / 2
+    handle.replace("auto", exact=[])
+    names = {"0.0.weight": False, "0.2.weight": False, "0.2.bias": True, "1.weight": True}
+    assert {name: handle.hook.bucket_key(name) for name in names} == names
+    with pytest.raises(commhooks.CommHookError, match="would skip other steps"):
+        handle.replace("skip_nonfinite")
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_tensor_parallelism_keeps_whole_parameters_equal(run_ranks: Any, fsdp: bool) -> None:
-    run_ranks(replicate_in_parallel, 4, fsdp=fsdp)
+@pytest.mark.parametrize("train", [replicate_in_parallel, decide_in_parallel])
+def test_tensor_parallelism_keeps_whole_parameters_equal(
+    run_ranks: Any, train: Callable[..., None], fsdp: bool
+) -> None:
+    run_ranks(train, 4, fsdp=fsdp)
 
 
 class Experts(nn.Module):

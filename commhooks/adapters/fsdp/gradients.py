@@ -93,7 +93,7 @@ class FSDPAdapter(Adapter):
         found = replicas or self._units[0].replicas
         assert found is not None
         self._group = found
-        self._tensor_parallel = {name for unit in self._units for name in unit.tensor_parallel()}
+        self.tensor_parallel = {name for unit in self._units for name in unit.tensor_parallel()}
         self.shard_groups = _distinct([unit.shards for unit in self._units])
         parameters = self._present_parameters()
         super().__init__(model, self._units[0].device, parameters, list(parameters))
@@ -121,7 +121,7 @@ class FSDPAdapter(Adapter):
         """Divide the parameters of a unit among buckets."""
         by_kind: dict[bool, list[str]] = {}
         for name in names:
-            by_kind.setdefault(name in self._tensor_parallel, []).append(name)
+            by_kind.setdefault(name in self.tensor_parallel, []).append(name)
         return [by_kind[kind] for kind in sorted(by_kind)]
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
@@ -150,14 +150,7 @@ class FSDPAdapter(Adapter):
                 "process group, whose ranks hold different shards here. Register a hook by name, "
                 "or a CommHook"
             )
-        for each in tree(hook):
-            if each.skips_steps and self.shards > 1:
-                raise CommHookError(
-                    f"hook {each!r} tells the training loop which steps to skip, but each of the "
-                    f"{self.shards} ranks of a sharded replica sees other gradients, and would "
-                    "skip other steps. Check the norm that clip_grad_norm_() returns instead: it "
-                    "is the same on all ranks"
-                )
+        super().check(hook)
 
     def average_parameters(self) -> None:
         self.parameters = self._present_parameters()

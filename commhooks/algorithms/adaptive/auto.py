@@ -127,7 +127,8 @@ class Auto(CommHook):
         course = self._measuring.course if self._measuring is not None and is_same else Course()
         self._measuring = None
         self._parameters = parameters
-        self._exact_names = exact_names(self.exact, parameters, self.model_info.roles)
+        exact = exact_names(self.exact, parameters, self.model_info.roles)
+        self._exact_names = exact.union(self.model_info.replicated)
         is_default = self.candidates == default_candidates()
         usable: dict[str, CommHook] = {}
         for spec, hook in self._hooks.items():
@@ -161,7 +162,7 @@ class Auto(CommHook):
 
         The answer is the same on all ranks.
         """
-        if step is None:
+        if step is None or self.model_info.replicated:  # groups would change ways at other steps
             return None
         hooks, measuring = set(self._table.table.values()), self._measuring
         is_idle = measuring is None or measuring.is_idle(step)

@@ -169,4 +169,5 @@ class Guard(CommHook):
         self._use()
 
     def _use(self) -> None:
-        self._table.change(dict.fromkeys(self._names, int(self.is_fallback)))
+        replicated = self.model_info.replicated
+        self._table.change({n: int(self.is_fallback or n in replicated) for n in self._names})
