@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -66,9 +66,9 @@ class Ranks:
     @property
     def part_number(self) -> int:
         """The number of :attr:`part` among all parts, if ranks are laid out as on a mesh."""
-        strides = [b - a for ranks in self._ranks_of_groups() for a, b in pairwise(ranks)]
-        stride = min(strides, default=1)
-        return self.part // (stride * self.world_size) * stride + self.part % stride
+        groups = [ranks for ranks in self._ranks_of_groups() if len(ranks) > 1]
+        sizes = [(ranks[1] - ranks[0], len(ranks)) for ranks in groups]
+        return sum(all(rank // a % n == 0 for a, n in sizes) for rank in range(self.part))
 
     def _ranks_of_groups(self) -> list[list[int]]:
         """Return the ranks of this one's groups in the default group; nothing if they are all."""

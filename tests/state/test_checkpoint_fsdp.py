@@ -8,7 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.sharded import FEATURES, build, mesh_of, train
 from support.states import hook_state
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.state import HookState
@@ -97,3 +99,54 @@ def test_other_replicas_and_shards_get_the_mean(
                 for field, value in entry.items():
                     mean = (saved[0][hook][name][field] + saved[2][hook][name][field]) / 2
                     torch.testing.assert_close(value, mean)
+
+
+def train_stages(
+    rank: int, size: int, folder: str, dims: tuple[str, ...], shards: int, steps: int
+) -> Tensor:
+    """Two stages with the same names, sharded over their own ranks. Return the errors."""
+    sizes = {"stage": 2, "data": size // (2 * shards), "shard": shards}
+    mesh = init_device_mesh("cpu", tuple(sizes[dim] for dim in dims), mesh_dim_names=dims)
+    stage = mesh["stage"].get_local_rank()
+    net = nn.Linear(4, 4)
+    fully_shard(
+        net,
+        mesh=DeviceMesh.from_group(
+            [mesh.get_group("data"), mesh.get_group("shard")],
+            "cpu",
+            mesh=mesh.mesh.movedim(dims.index("stage"), 0)[stage],
+            mesh_dim_names=("data", "shard"),
+        ),
+    )
+    handle = commhooks.register(net, "topk", density=0.2, warmup_steps=0)
+    if steps == 0:
+        dcp.load({"hook": HookState(handle, folder)}, checkpoint_id=folder)
+    for step in range(steps):
+        net(torch.full((3, 4), 1.0 + step + rank)).square().sum().backward()
+    if steps > 0:
+        dcp.save({"hook": HookState(handle)}, checkpoint_id=folder)
+    return handle.hook.state["weight"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "shards", "old", "new"),
+    [
+        (("stage", "data", "shard"), 1, 2, 1),
+        (("data", "stage", "shard"), 1, 1, 2),
+        (("stage", "data", "shard"), 2, 1, 2),
+        (("data", "stage", "shard"), 2, 1, 2),
+    ],
+)
+def test_another_number_of_sharded_replicas_of_each_stage(
+    run_ranks: Any, dims: tuple[str, ...], shards: int, old: int, new: int, tmp_path: Path
+) -> None:
+    """Each stage gets the mean of its own old replicas."""
+
+    def by_replica(replicas: int, steps: int) -> Tensor:
+        ranks = 2 * shards * replicas
+        found = torch.stack(run_ranks(train_stages, ranks, str(tmp_path), dims, shards, steps))
+        sizes = [{"stage": 2, "data": replicas, "shard": shards}[dim] for dim in dims]
+        return found.unflatten(0, sizes).movedim(dims.index("data"), 0)
+
+    mean = by_replica(old, 3).mean(0)
+    torch.testing.assert_close(by_replica(new, 0), mean.expand(new, *mean.shape))
