@@ -1,9 +1,7 @@
 """Gradients between the replicas of a sharded model: the adapter of FSDP2 and HSDP."""
 
 import functools
-import hashlib
 import itertools
-import json
 import time
 import warnings
 import weakref
@@ -26,11 +24,11 @@ from commhooks.algorithms.bucket_parameters import real_view, store
 from commhooks.algorithms.exact import AllReduce
 from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.errors import CommHookError, CommHookMismatchError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
-from reducer import GradBucket
+from reducer import GradBucket, agreement
 from reducer.backends import GLOO, family_of
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
@@ -130,7 +128,11 @@ class FSDPAdapter(Adapter):
     def agree(self, what: str, value: str) -> int:
         """Check the replica group, then the shard groups: Note [Replicas and shards]."""
         try:
-            token, failure = super().agree(what, f"{value}; shards {self._layout()}"), None
+            token, failure = super().agree(what, value), None
+            comparison = "the comparison of the replicas' trained parameters"
+            agreement.check_agreement(
+                self._layout(), self.group, self.device, self._mismatch, comparison
+            )
         except CommHookError as error:
             token, failure = 0, error
         for group in self.shard_groups:
@@ -353,10 +355,22 @@ class FSDPAdapter(Adapter):
     def _present_parameters(self) -> dict[str, Tensor]:
         return {name: shard for unit in self._units for name, shard in unit.parameters().items()}
 
-    def _layout(self) -> str:
-        """Return a text that is the same on ranks whose buckets match."""
+    def _layout(self) -> list[str]:
+        """Return texts that are the same on ranks whose buckets match."""
         units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
-        return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
+        return [
+            f"{n!r} of shape {s} in unit {i}" for i, u in enumerate(units) for n, s in u.items()
+        ]
+
+    def _mismatch(self, layouts: Sequence[list[str]]) -> CommHookMismatchError:
+        rank = next(rank for rank, layout in enumerate(layouts) if layout != layouts[0])
+        pairs = itertools.zip_longest(layouts[0], layouts[rank], fillvalue="no more")
+        expected, found = next(pair for pair in pairs if pair[0] != pair[1])
+        return CommHookMismatchError(
+            f"[rank {self.group.rank()}] expected the same trained parameters on all replicas, "
+            f"found on rank 0: {expected}; on rank {rank}: {found}. Nothing was changed. Build the "
+            "model, freeze parameters and call fully_shard in the same way on all ranks"
+        )
 
 
 class _Placed(NamedTuple):
