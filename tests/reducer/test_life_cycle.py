@@ -489,3 +489,30 @@ def alone(rank: int, world_size: int, hook: str | None) -> None:
 @pytest.mark.parametrize("hook", [None, "allreduce", "bf16", "powersgd"])
 def test_groups_of_one_rank(size: int, hook: str | None) -> None:
     run_ranks(alone, size, hook)
+
+
+def drop_after_the_group(rank: int, size: int) -> None:
+    """The thread of Gloo waits for the GIL while the model drops the last reference to the group."""
+    group = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+    has_begun = threading.Event()
+
+    def call_back(_: object) -> None:
+        has_begun.set()
+        time.sleep(0.5)  # without the GIL
+
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    assert work is not None
+    future = work.get_future().then(call_back)
+    has_begun.wait()
+    dist.destroy_process_group(group)
+    del group, work
+    dropped = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dropped() is None
+    future.wait()
+
+
+def test_a_model_may_outlive_its_process_group(run_ranks: Any) -> None:
+    run_ranks(drop_after_the_group, 2)

@@ -135,6 +135,8 @@ py::list bucket_stats(Reducer& reducer) {
 
 void register_reducer(py::module_& module) {
   using release_gil = py::call_guard<py::gil_scoped_release>;  // Note [Locks and the GIL]
+  // For owners of process groups: a Gloo group joins its threads, and they may need the GIL.
+  const py::release_gil_before_calling_cpp_dtor drops_without_gil;
   using Pipeline = BucketPipeline;
 
   py::class_<Hook, std::shared_ptr<Hook>>(
@@ -161,7 +163,8 @@ Write the mean of flat tensors, of the dtype and size of `out`, to it. Half prec
 fp32.)")
       .def("set_liveness_interval", &HostGroup::set_liveness_interval, py::arg("interval"));
 
-  py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
+  py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(
+      module, "AverageHook", drops_without_gil, R"(
 Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
       .def(
           py::init<c10::intrusive_ptr<c10d::ProcessGroup>, std::optional<c10::ScalarType>>(),
@@ -187,7 +190,7 @@ Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype o
       .def_readwrite("skip_unused_buckets", &Options::skip_unused_buckets)
       .def_readwrite("release_buckets", &Options::release_buckets);
 
-  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", R"(
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", drops_without_gil, R"(
 Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
 bucket order, and writes the averages back into `.grad`. csrc/reducer/reducer.h and
 csrc/reducer/bucket_pipeline.h describe the methods.)")
