@@ -492,7 +492,7 @@ def test_groups_of_one_rank(size: int, hook: str | None) -> None:
 
 
 def drop_after_the_group(rank: int, size: int) -> None:
-    """The thread of Gloo waits for the GIL while the model drops the last reference to the group."""
+    """The thread of Gloo waits for the GIL while the model drops the last owner of the group."""
     group = dist.new_group()
     model = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
     has_begun = threading.Event()
