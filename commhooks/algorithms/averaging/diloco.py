@@ -278,8 +278,10 @@ class DiLoCo(LocalSteps):
             torch._foreach_add_(moved, d)
             change = torch._foreach_add(d, moved, alpha=self.outer_momentum)  # noqa: SLF001
             ends = torch._foreach_sub(anchors, change, alpha=self.outer_lr)  # noqa: SLF001
-            own = [p.to(end.dtype) for p, end in zip(some, ends, strict=True)]
-            mixed = torch._foreach_lerp(ends, own, self.merge)  # noqa: SLF001
+            mixed = ends
+            if self.merge:
+                own = [p.to(end.dtype) for p, end in zip(some, ends, strict=True)]
+                mixed = torch._foreach_lerp(ends, own, self.merge)  # noqa: SLF001
             for values, into in ((mixed, some), (ends, anchors), (moved, momenta)):
                 store_if(finite, values, into)
         return finite
