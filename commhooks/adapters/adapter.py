@@ -118,7 +118,8 @@ class Adapter(Ranks, ABC):
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but the ranks of "
                     "a replica see gradients of other parts of the parameters, and would skip "
-                    "other steps. Check a norm of all parts, as clip_grad_norm_() of FSDP2"
+                    "other steps. Check the norm that clip_grad_norm_() returns instead, which is "
+                    "that of all parts"
                 )
 
     def install(

@@ -73,6 +73,11 @@ def test_quantized_messages_are_freed_as_soon_as_they_are_read(name: str, bits: 
     assert max(peaks_of(name)[1:]) == pytest.approx(0.5 + 1.5 * message, abs=0.03)
 
 
+def test_a_sparse_message_is_freed_as_soon_as_it_is_sent() -> None:
+    """With 2 ranks, what both have sent and the indices of both are the most, beside a copy."""
+    assert max(peaks_of("topk", density=0.9, warmup_steps=0)[1:]) < 4.0
+
+
 def test_a_warm_up_does_not_need_the_messages_of_all_ranks() -> None:
     """The sum, and indices and values of this rank, where most elements are sent."""
     assert max(peaks_of("topk", size=4)[1:]) < 3.5

@@ -81,7 +81,7 @@ class DeMo(SparseHook):
     gets_each_once = True
     wire = (
         "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends"
+        "what plain averaging sends in float32"
     )
     paper = "https://arxiv.org/abs/2411.19870"
 

@@ -84,7 +84,7 @@ class DGC(WarmedUp):
     gets_each_once = True
     wire = (
         "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends"
+        "what plain averaging sends in float32"
     )
     paper = "https://arxiv.org/abs/1712.01887"
 

@@ -37,9 +37,9 @@ class Threshold(SparseHook):
 
     The number of elements sent follows the gradients: more early in training, fewer later. It may
     differ between ranks, and each rank sends as many bytes as the rank with the most elements, but
-    no more than plain averaging, and only the counts if all are zero. A non-finite element reaches
-    any threshold. On CUDA the host waits for this rank's count and for those of the others, on
-    which the memory needed depends.
+    no more than plain averaging in float32, and only the counts if all are zero. A non-finite
+    element reaches any threshold. On CUDA the host waits for this rank's count and for those of the
+    others, on which the memory needed depends.
     """
 
     value: Annotated[float, Limits(gt=0, lt=math.inf)] = 0.0005
@@ -48,7 +48,7 @@ class Threshold(SparseHook):
 
     wire = (
         "an all-gather of 8 bytes, then one of values and indices, padded to the longest, at most "
-        "what plain averaging sends"
+        "what plain averaging sends in float32"
     )
     paper = "https://arxiv.org/abs/2108.00951"
     rounds = 2

@@ -56,7 +56,7 @@ class TopK(WarmedUp):
     kept in the error. Needs ``chunk``."""
     wire = (
         "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends"
+        "what plain averaging sends in float32"
     )
     paper = "https://arxiv.org/abs/1809.07599"
 
