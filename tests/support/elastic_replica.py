@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -90,6 +90,10 @@ def digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def digest_of(state: Mapping[str, Mapping[str, Tensor]]) -> str:
+    return digest(tensor for entry in state.values() for tensor in entry.values())
 
 
 def local(tensor: Any) -> Tensor:
@@ -195,17 +199,20 @@ def train(plan: Plan) -> None:
             loss = loss_of(model, plan.number * plan.shards + plan.shard, handle.adapter.steps)
             step = handle.adapter.steps  # another one if it has just come back
             before = manager.current_step()
+            sent = handle.adapter._save()["state"]  # what a joining replica would receive
+            sent_digest = digest_of(sent)
             loss.backward()
             if step == plan.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if hook.sends(step) or hook.takes(step):
+                assert digest_of(sent) == sent_digest, "changed while it may be on its way"
                 entries = hook.state.values()
                 found = {
                     "step": step,
                     "committed": manager.current_step() == before + 1,
                     "participants": manager.num_participants(),
                     "parameters": digest(local(parameter) for parameter in net.parameters()),
-                    "anchors": digest(tensor for entry in entries for tensor in entry.values()),
+                    "anchors": digest_of(hook.state),
                     "has_momentum": any(bool(e["momentum"].any()) for e in entries if e),
                     "wire_bytes": handle.stats().total.wire_bytes,
                 }
