@@ -94,8 +94,9 @@ def _load(path: Path, expected: dict[str, Any]) -> Checkpoint | str:
         difference = _first_difference(expected, about)
         if difference is not None:
             return difference
-        shared = torch.load(path / "shared.pt", weights_only=True)
-        own = torch.load(path / f"rank-{dist.get_rank():05d}.pt", weights_only=True)
+        shared = torch.load(path / "shared.pt", map_location="cpu", weights_only=True)
+        name = f"rank-{dist.get_rank():05d}.pt"
+        own = torch.load(path / name, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds for a damaged file
         return f"{type(error).__name__}: {error}"
     return Checkpoint(int(about["step"]), about, shared, own)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -65,7 +66,7 @@ _trainers: dict[str, Trainer] = {}
 def begin(rank: int, config: TrainConfig, run: RunConfig) -> None:  # noqa: ARG001
     """Make a model for each hook."""
     for hook in HOOKS:
-        _trainers[hook["name"]] = Trainer(replace(config, hook=hook), run)
+        _trainers[hook["name"]] = Trainer(replace(config, hook=hook), run, torch.device("cpu"))
 
 
 def advance(rank: int, hook: str, steps: int) -> tuple[list[float], dict[str, float]]:  # noqa: ARG001

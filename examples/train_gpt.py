@@ -4,10 +4,10 @@
         --hook powersgd --hook-option rank=8 --log-file log.jsonl --checkpoint-dir checkpoints
 
 Two lines differ from a script for torch's own DDP: the import of ``DistributedDataParallel`` and
-``commhooks.register``. With ``--resume``, an interrupted run continues exactly as if it had not
-been interrupted: the checkpoint has the weights, the optimizer, the random numbers, the position in
-the data, and the state of the hook. ``torchrun --max-restarts 2`` then continues by itself when a
-rank dies.
+``commhooks.register``. Where torch finds GPUs, each rank takes one. With ``--resume``, an
+interrupted run continues exactly as if it had not been interrupted: the checkpoint has the weights,
+the optimizer, the random numbers, the position in the data, and the state of the hook. ``torchrun
+--max-restarts 2`` then continues by itself when a rank dies.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Traffic:
 class Trainer:
     """A training run: step, evaluate, save, restore."""
 
-    def __init__(self, config: TrainConfig, run: RunConfig) -> None:
+    def __init__(self, config: TrainConfig, run: RunConfig, device: torch.device) -> None:
         self.config = config
+        self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.corpus = load_corpus(min_bytes=config.block_size + 1)
         self.validation = validation_batches(
@@ -68,7 +69,7 @@ class Trainer:
             world_size=self.world_size,
         )
         torch.manual_seed(config.seed)
-        self.model = GPT(config.model)
+        self.model = GPT(config.model).to(device)
         # Stable buckets: a resumed run has the same buckets from its first step on. It therefore
         # adds numbers in the same order, and gets the same bits.
         self.ddp = commhooks.DistributedDataParallel(
@@ -97,7 +98,7 @@ class Trainer:
             rank=self.rank,
         )
         self.optimizer.zero_grad()
-        loss = self.ddp(inputs, targets)
+        loss = self.ddp(inputs.to(self.device), targets.to(self.device))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
         self.optimizer.step()
@@ -108,15 +109,26 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean validation loss over all ranks, in nats per byte."""
         self.model.eval()
-        losses = [float(self.model(*batch)) for batch in self.validation]
+        losses = [
+            float(self.model(inputs.to(self.device), targets.to(self.device)))
+            for inputs, targets in self.validation
+        ]
         self.model.train()
-        total = torch.tensor([math.fsum(losses), len(losses)], dtype=torch.float64)
+        total = torch.tensor(
+            [math.fsum(losses), len(losses)], dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
     def traffic(self) -> Traffic:
         """Return what was sent so far, including earlier parts of a resumed run."""
         return self.traffic_before.plus(self.hook.stats())
+
+    def generator(self) -> torch.Generator:
+        """Return the random numbers of the device, from which dropout takes its own."""
+        if self.device.type == "cuda":
+            return torch.cuda.default_generators[torch.cuda.current_device()]
+        return torch.default_generator
 
     def about(self) -> dict[str, Any]:
         """Return what must be equal so that a run can continue another one."""
@@ -128,7 +140,7 @@ class Trainer:
         shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         own = {
             "hook": self.hook.state_dict(),  # each rank has its own error feedback
-            "random": torch.get_rng_state(),
+            "random": self.generator().get_state(),
             "traffic": asdict(self.traffic()),
         }
         saved = checkpoint.Checkpoint(self.steps_done, self.about(), shared, own)
@@ -150,7 +162,7 @@ class Trainer:
             self.hook.load_state_dict(saved.own["hook"])
             self.traffic_before = Traffic(**saved.own["traffic"])
             self.steps_done = saved.step
-            torch.set_rng_state(saved.own["random"])
+            self.generator().set_state(saved.own["random"])
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -172,9 +184,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def train(config: TrainConfig, run: RunConfig) -> None:
+def train(config: TrainConfig, run: RunConfig, device: torch.device) -> None:
     """Train from the newest checkpoint, or from the start, to the last step."""
-    trainer = Trainer(config, run)
+    trainer = Trainer(config, run, device)
     if run.checkpoint_dir is not None:
         trainer.restore(run)
     tokens = config.batch_size * config.block_size * trainer.world_size  # per step, all ranks
@@ -207,16 +219,21 @@ def train(config: TrainConfig, run: RunConfig) -> None:
                 trainer.save(run)
 
 
-def start_process_group() -> None:
-    """Join the ranks that torchrun started; without torchrun, use one rank."""
+def start_process_group() -> torch.device:
+    """Join the ranks that torchrun started, or use one rank. Return this rank's device."""
+    backend, device = "gloo", torch.device("cpu")
+    if torch.cuda.is_available():
+        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:
         # `torchrun --standalone` keeps the store when it starts the ranks again. Without a prefix,
         # Gloo finds the addresses of ranks that have died in it.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 def main() -> None:
@@ -225,9 +242,9 @@ def main() -> None:
     config, run = parse_args(parser)
     try:
         commhooks.create(config.hook)  # fail early on an unknown name or a bad option
-        start_process_group()
+        device = start_process_group()
         try:
-            train(config, run)
+            train(config, run, device)
         finally:
             dist.destroy_process_group()
     except (commhooks.UnknownHookError, commhooks.CommHookOptionError) as error:

@@ -1,6 +1,10 @@
 """What a hook sends goes through NCCL even on one rank, if a test wants it."""
 
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +88,15 @@ def races(rank: int, size: int) -> bool:
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="no TORCH_CUDA_SANITIZER")
 def test_torchs_sanitizer_watches_the_ranks() -> None:
     assert run_ranks(races, 1, backend="nccl", timeout=PATIENCE) == [True]
+
+
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+    command = [sys.executable, str(script), "--hook", "int8", "--steps", "8", "--resume"]
+    command += ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "4"]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    for begins in ("step 8", "resumed after step 4"):
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert begins in run.stdout
+        shutil.rmtree(tmp_path / "step-00000008")

@@ -51,7 +51,8 @@ def train_under_torchrun(*args, script=EXAMPLES / "train_gpt.py", options=()):
 
 def train(rank, world_size, args):
     """Do what train_gpt.py does once it has joined its process group."""
-    train_gpt.train(*parse_args(make_parser(), [*TINY, *map(str, args)]))
+    config = parse_args(make_parser(), [*TINY, *map(str, args)])
+    train_gpt.train(*config, torch.device("cpu"))
 
 
 def assert_same(a, b, where=""):
