@@ -73,8 +73,8 @@ class Auto(CommHook):
     """The limit: relative to the norm of the exact average, or a hook whose error on the whole
     model is the limit."""
     candidates: list[Candidate] | None = None
-    """The hooks to choose from, besides plain averaging. None: those of choices.py, and hooks of
-    other packages with ``is_candidate``."""
+    """The hooks to choose from, besides plain averaging. None: those that ``commhooks plan
+    --help`` lists, with hooks of other packages that have ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""
     plan: Annotated[Plan | None, Made(plan_of)] = field(default=None, repr=False, compare=False)
