@@ -5,7 +5,32 @@
 namespace commhooks {
 namespace {
 
-// The result of an in-place collective.
+// The result of an in-place collective that NCCL has enqueued. It asks for no future: the one of
+// nccl2 makes the current stream wait at once, which would be that of backward.
+class EnqueuedResult final : public PendingResult {
+ public:
+  EnqueuedResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
+      : work_(std::move(work)), buffer_(std::move(buffer)), completed_(Clock::now()) {}
+
+  bool is_complete() override {
+    return true;
+  }
+  void wait() noexcept override {}
+  Clock::time_point completed() const override {
+    return completed_;
+  }
+  at::Tensor result() override {
+    work_->wait();
+    return buffer_;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor buffer_;
+  Clock::time_point completed_;
+};
+
+// The result of another in-place collective.
 class InPlaceResult final : public FutureResult {
  public:
   InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
@@ -22,6 +47,16 @@ class InPlaceResult final : public FutureResult {
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor buffer_;
 };
+
+// A group that is written in Python may do more than its backend.
+bool is_torchs(const c10d::ProcessGroup& group) {
+  return typeid(group) == typeid(c10d::ProcessGroup);
+}
+
+bool is_enqueued(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  return tensor.is_cuda() && is_torchs(group) &&
+      group.getBackend(tensor.device().type())->getBackendName().starts_with("nccl");
+}
 
 }  // namespace
 
@@ -40,9 +75,7 @@ PackFormat AverageHook::format() const {
 }
 
 bool AverageHook::passes_through() const {
-  // A group that is written in Python may do more than average.
-  const c10d::ProcessGroup& group = *process_group_;
-  return group.getSize() == 1 && typeid(group) == typeid(c10d::ProcessGroup);
+  return process_group_->getSize() == 1 && is_torchs(*process_group_);
 }
 
 std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
@@ -53,7 +86,11 @@ std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket
     const auto timeout = process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
     return transport_->average(tensors.front(), wire_dtype, bucket->getIndex(), timeout);
   }
-  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
+  auto work = process_group_->allreduce(tensors);
+  if (is_enqueued(*process_group_, tensors.front())) {
+    return std::make_unique<EnqueuedResult>(std::move(work), tensors.front());
+  }
+  return std::make_unique<InPlaceResult>(std::move(work), tensors.front());
 }
 
 void AverageHook::use_transport(

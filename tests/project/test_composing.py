@@ -342,7 +342,7 @@ def follow(rank: int, size: int, folder: Path) -> None:
             "ranks_with_the_same_experts": dist.group.WORLD,
         }
 
-    namespaces = [namespace() for _ in range(13)]
+    namespaces = [namespace() for _ in range(14)]
     assert run_page("composing.md", folder, *namespaces) == len(namespaces)
     coming = [namespace() for _ in range(9)]
     for each in coming:

@@ -220,7 +220,10 @@ class FSDPAdapter(Adapter):
         for group in (unit.shards, self.group):
             if group is None or group.size() == 1:
                 continue
-            flags = torch.tensor(found, dtype=torch.uint8, device=self.device)
+            if all(found):  # a copy from the host would wait for the stream, which the shards use
+                flags = torch.ones(len(found), dtype=torch.uint8, device=self.device)
+            else:
+                flags = torch.tensor(found, dtype=torch.uint8, device=self.device)
             with collective(group, "the comparison of which parameters have a gradient"):
                 work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
                 if not all(found):
