@@ -10,15 +10,18 @@ and replayed with one launch. The coroutine stays the only description of the ho
 1. *When*. A bucket is captured if its memory and all states of the hook are those of its last run.
    So each state exists, outside of the graph, before it is captured. Otherwise, and after a failure
    or a loaded state, the hook runs as usual. All ranks need not agree: what a graph sends meets
-   what the hook sends on another rank.
-2. *Memory*. All graphs of a hook share one pool. They are replayed on one stream, one after the
-   other, so the messages of one bucket reuse the memory of those of another bucket. The results
-   stay, because their graphs refer to them.
+   what the hook sends on another rank. NCCL must not register buffers for that
+   (``NCCL_GRAPH_REGISTER=0``, the default here): over NVLink, ranks that capture exchange addresses
+   and would wait for a rank that does not.
+2. *Memory*. All graphs of a hook share one pool, which is gone with the last of them. They are
+   replayed on one stream, one after the other, so the messages of one bucket reuse the memory of
+   those of another bucket. The results stay, because their graphs refer to them.
 3. *Failures*. The watchdog of NCCL's process group does not know what a graph sends. So a step in
    which a rank may replay ends, on all ranks, with a small all-reduce that it knows, completed
    after all replays: a missing peer ends in the same time-out as without graphs.
 
-``COMMHOOKS_CUDA_GRAPHS=1``, on all ranks, turns replays on, on NCCL.
+``COMMHOOKS_CUDA_GRAPHS=1``, on all ranks, turns replays on, on NCCL; not with
+``TORCH_NCCL_BLOCKING_WAIT=1``, by which the host asks for events that a capture has recorded.
 """
 
 import operator
@@ -36,8 +39,11 @@ from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
 SWITCH = "COMMHOOKS_CUDA_GRAPHS"
-MOST_CAPTURES = 3 if os.environ.get(SWITCH) == "1" else 0
+_BLOCKS = any(os.environ.get(f"{prefix}NCCL_BLOCKING_WAIT") == "1" for prefix in ("", "TORCH_"))
+MOST_CAPTURES = 3 if os.environ.get(SWITCH) == "1" and not _BLOCKS else 0
 """Per bucket. Where the memory of a bucket changes again and again, capturing costs more."""
+if MOST_CAPTURES:
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL reads it in the first capture
 
 
 class Replay:
@@ -52,7 +58,7 @@ class Replay:
     run: Run
 
     def __init__(self, pool: Any) -> None:
-        self._pool = pool
+        self.pool = pool
         self._graph = torch.cuda.CUDAGraph()
         self.is_captured = False
 
@@ -60,7 +66,7 @@ class Replay:
     def capture(self) -> Iterator[None]:
         """Capture what the current stream is given, which it does not do."""
         # Other threads of the process, such as the watchdog, may go on to ask for their events.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
@@ -91,7 +97,6 @@ class Replays:
 
     def __init__(self, hook: CommHook) -> None:
         self._hooks = list(tree(hook))
-        self._pool: Any = None
         self._buckets: dict[str, _Bucket] = {}
 
     def of(self, bucket: GradBucket) -> Replay | None:
@@ -104,8 +109,8 @@ class Replays:
             known.replay = None
         elif known.replay is None and known.captures < MOST_CAPTURES:
             known.captures += 1
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            known.replay = Replay(self._pool)
+            pools = (each.replay.pool for each in self._buckets.values() if each.replay)
+            known.replay = Replay(next(pools, None) or torch.cuda.graph_pool_handle())
         return known.replay
 
     def has_run(self) -> bool:

@@ -12,6 +12,7 @@ recorded, and torch's operations.
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class Counts:
     captures: int = 0
     replays: int = 0
     recording: "RecordedGraph | None" = field(default=None, repr=False)
+
+
+class Pool:
+    """Memory that graphs share, which torch drops with the last of them."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
 
 
 class _Mode(TorchDispatchMode):
@@ -74,8 +83,11 @@ class RecordedGraph:
         self._allocated: dict[int, Tensor] = {}
         self._saved: list[tuple[Tensor, torch.UntypedStorage]] = []
 
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        del pool, capture_error_mode
+    def capture_begin(self, pool: "Pool", capture_error_mode: str) -> None:
+        del capture_error_mode
+        assert pool.graphs or not pool.is_used, "the pool is gone with the last graph that used it"
+        pool.is_used = True
+        pool.graphs.add(self)
         everything = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
         known = {each.untyped_storage().data_ptr(): each for each in everything}
         self._saved = [(each, each.untyped_storage().clone()) for each in known.values()]
@@ -86,6 +98,7 @@ class RecordedGraph:
 
     def capture_end(self) -> None:
         self._mode.__exit__(None, None, None)
+        del self._mode  # which refers to this graph
         self.counts.recording = None
         for tensor, storage in self._saved:
             tensor.untyped_storage().copy_(storage)
@@ -171,7 +184,7 @@ def recorded_graphs() -> Iterator[Counts]:
     with ExitStack() as patches:
         for owner, name, value in (
             (torch.cuda, "CUDAGraph", RecordedGraph),
-            (torch.cuda, "graph_pool_handle", lambda: "pool"),
+            (torch.cuda, "graph_pool_handle", Pool),
             (replays, "MOST_CAPTURES", 3),
             (Replay, "launch", lambda replay: replay._graph.replay(replay.result)),
             (stream_runner, "_can_capture", lambda *_: True),
