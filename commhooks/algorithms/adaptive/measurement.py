@@ -241,8 +241,10 @@ class Measurement:
         launches, ends, seconds = self._launches, self._ends, self.clock.seconds
         first, end = self.course.start or 0, self.course.report - 1
         steps = () if self.course.trials else range(first, end)
-        timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
-        if not timed:
+        # A step may lack buckets: dropped ones, or those of parameters that it does not use.
+        has_all = {s for s, of_step in launches.items() if len(of_step) == len(self._planned)}
+        timed = [s for s in steps if s in ends and s in has_all and launches.get(s + 1)]
+        if not timed:  # the planner asks again, unless it knows times of earlier steps
             return self._report
         gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
         between = [0.0, *map(median, zip(*gaps, strict=True))]

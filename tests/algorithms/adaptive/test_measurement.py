@@ -2,7 +2,7 @@
 
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +14,10 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms.adaptive import link, measurement
 from commhooks.algorithms.adaptive.link import Probe
-from commhooks.algorithms.adaptive.planner import Planner
-from commhooks.algorithms.wrappers.table import residual_of
+from commhooks.algorithms.adaptive.measurement import Measurement
+from commhooks.algorithms.adaptive.planner import Course, Planner
+from commhooks.algorithms.wrappers.table import HookTable, residual_of
+from commhooks.algorithms.wrappers.timing import HOST
 from commhooks.algorithms.wrappers.trial import Trial, relative_error, squares_of
 from commhooks.hook.spec import hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients
@@ -155,3 +157,39 @@ def fail_in_trials(rank: int, size: int) -> None:
 def test_ranks_repeat_trials_alike(run_ranks: Any) -> None:
     """Or they would wait for each other's collectives."""
     run_ranks(fail_in_trials, 2)
+
+
+def drop_a_bucket(rank: int, size: int) -> None:
+    """One bucket of a timed step is not finite, so `auto` does not get it."""
+    with ExitStack() as stack:
+        Links(stack)
+        options = {"error": 0.3, "candidates": CANDIDATES}
+        hook: Any = commhooks.create("skip_nonfinite", inner={"name": "auto", **options})
+        trainer, step = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02), 0
+        while not (course := course_of(hook.inner)):
+            train(trainer, rank, range(step, step + 1))
+            step += 1
+        assert len(hook.inner._measuring._planned) > 1
+        train(trainer, rank, range(step, course.start + 1))
+        gradients = draw_gradients(PARAMETERS, rank, course.start + 1)
+        gradients["a"].fill_(torch.nan)
+        trainer.step(gradients)
+        assert hook.last_step_was_skipped
+        train(trainer, rank, range(course.start + 2, course.start + 20))
+        assert set(agree(hook.inner).hook_of().values()) > {"allreduce"}
+
+
+def test_a_timed_step_without_some_of_the_buckets_is_left_out(run_ranks: Any) -> None:
+    run_ranks(drop_a_bucket, 2)
+
+
+@pytest.mark.parametrize(("buckets", "gaps"), [([3, 2, 3, 1], [0.0, 0.02, 0.02]), ([2] * 4, [])])
+def test_times_are_those_of_steps_with_all_buckets(buckets: list[int], gaps: list[float]) -> None:
+    own: Any = Measurement(lambda _: cast("Any", None), {}, HookTable([], {}), HOST, Course())
+    own._planned, own.course = [([], 4)] * 3, Course(start=5)
+    for step, count in enumerate(buckets, 5):
+        milliseconds = 1 + 9 * (step == 5) + 29 * (step == 7)
+        own._launches[step] = [10**6 * (1000 * step + milliseconds * i) for i in range(count)]
+        own._ends[step] = own._launches[step][-1]
+    found = [bucket.backward_seconds for bucket in own.report().step.buckets]
+    assert found == pytest.approx(gaps)
