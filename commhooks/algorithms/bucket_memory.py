@@ -26,23 +26,24 @@ _Value = TypeVar("_Value")
 class PerBucketCache(Generic[_Value]):
     """One value per bucket, kept until another bucket has one of its parameters.
 
-    Values are made from a state, and dropped when a loaded one replaces it.
+    All are dropped when another state replaces ``hook.state``.
     """
 
-    def __init__(self) -> None:
-        self._state: TensorState | None = None
+    def __init__(self, hook: CommHook) -> None:
         self._values: dict[str, tuple[frozenset[str], _Value]] = {}
+        hook.caches.append(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, bucket: GradBucket, state: TensorState) -> _Value | None:
-        """Return None if the bucket is new, its composition has changed or the state is another."""
-        if state is not self._state:
-            self._state = state
-            self._values.clear()
+    def get(self, bucket: GradBucket) -> _Value | None:
+        """Return None if the bucket is new, or its composition has changed."""
         _, value = self._values.get(bucket.key, (None, None))
         return value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self._values.clear()
 
     def put(self, bucket: GradBucket, value: _Value) -> _Value:
         """Store and return a value, and drop those of all buckets with the same parameters."""
@@ -66,10 +67,10 @@ class BucketMemory:
     ``dtype``: None for float32, or float64 for float64 gradients.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hook: CommHook, name: str, dtype: torch.dtype | None = None) -> None:
         self._name = name
         self._dtype = dtype
-        self._flats: PerBucketCache[Tensor] = PerBucketCache()
+        self._flats: PerBucketCache[Tensor] = PerBucketCache(hook)
 
     def field(self, gradient: Tensor) -> StateField:
         """Return the declaration of these numbers for :meth:`CommHook.state_fields`."""
@@ -77,7 +78,7 @@ class BucketMemory:
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
         """Return (numel,), zeros at first."""
-        flat = self._flats.get(bucket, state)
+        flat = self._flats.get(bucket)
         if flat is None:
             buffer = bucket.buffer()
             flat = torch.zeros_like(buffer, dtype=self._dtype or at_least_float32(buffer.dtype))
@@ -146,7 +147,7 @@ class KeepsErrors(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._errors = BucketMemory(self.keeps, self.error_dtype)
+        self._errors = BucketMemory(self, self.keeps, self.error_dtype)
 
     @property
     def tells_contribution(self) -> bool:

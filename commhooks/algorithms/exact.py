@@ -83,7 +83,7 @@ class _Half(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Memory for the messages of large buckets on the CPU.
-        self._large: PerBucketCache[Tensor] = PerBucketCache()
+        self._large: PerBucketCache[Tensor] = PerBucketCache(self)
 
     @property
     def capturable_from(self) -> int | None:
@@ -120,12 +120,12 @@ class _Half(CommHook):
     def recover(self) -> None:
         """Use other memory than a failed step, whose messages may still be on their way."""
         super().recover()
-        self._large = PerBucketCache()
+        self._large.clear()
 
     def _memory(self, bucket: GradBucket) -> Tensor:
         """Return memory for what the bucket sends."""
         buffer = bucket.buffer()
-        kept = self._large.get(bucket, self.state)
+        kept = self._large.get(bucket)
         if kept is not None and (kept.shape, kept.device) == (buffer.shape, buffer.device):
             return kept
         memory = torch.empty_like(buffer, dtype=self.wire_dtype)

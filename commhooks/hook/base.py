@@ -140,8 +140,11 @@ class CommHook:
     """
     model_info: ModelInfo = field(default=ModelInfo(), init=False, repr=False, compare=False)
     """What is known of the model beyond its parameters, set before :meth:`prepare`."""
-    state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
+    caches: list[dict[Any, Any]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """Dicts of what was made from :attr:`state`, which are cleared when another one replaces it."""
+    _state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     extra_state: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The rest of the state: values in JSON's types, the same on all ranks."""
 
@@ -158,6 +161,17 @@ class CommHook:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def state(self) -> TensorState:
+        """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TensorState) -> None:
+        self._state = state
+        for cache in self.caches:  # now, because a hook that is not used again would keep them
+            cache.clear()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Prepare for a model; called on every rank each time the hook is registered.
@@ -442,7 +456,7 @@ def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tu
 def _check_members(cls: type) -> None:
     """Raise CommHookError if the class uses the name of a member for something else."""
     types, own = inspect.get_annotations(cls), vars(cls)
-    for name, member in {**vars(CommHook), "extra_state": None, "state": None}.items():
+    for name, member in {**vars(CommHook), "caches": None, "extra_state": None}.items():
         fits, expected = True, ""
         kind = member.fget.__annotations__["return"] if isinstance(member, property) else None
         if kind in (bool, int | None):
@@ -453,7 +467,7 @@ def _check_members(cls: type) -> None:
             )
         elif inspect.isfunction(member) and not name.startswith("_"):
             fits, expected = name not in types and callable(getattr(cls, name)), "a method"
-        elif name in ("extra_state", "model_info", "state"):
+        elif name in ("caches", "extra_state", "model_info", "state"):
             fits, expected = name not in types, "no option"
         if not fits:
             raise CommHookError(

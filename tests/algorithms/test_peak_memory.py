@@ -1,4 +1,4 @@
-"""In a step, hooks need as much memory as documented, besides the bucket and their states."""
+"""Hooks need as much memory as documented, and keep none when they are not used again."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from support.simulated_ranks import simulate
 from test_gossip import make_bucket
 
 import commhooks
-from commhooks.algorithms import bucket_parameters
+from commhooks.algorithms import AllReduce, bucket_parameters, exact
+from commhooks.algorithms.wrappers.table import HookTable
 
 COUNT, SHAPE = 4, (1 << 8, 1 << 10)
 MODEL_BYTES = COUNT * 4 * SHAPE[0] * SHAPE[1]
@@ -81,3 +82,58 @@ def test_a_sparse_message_is_freed_as_soon_as_it_is_sent() -> None:
 def test_a_warm_up_does_not_need_the_messages_of_all_ranks() -> None:
     """The sum, and indices and values of this rank, where most elements are sent."""
     assert max(peaks_of("topk", size=4)[1:]) < 3.5
+
+
+LEFT = [
+    ("int8", {}),
+    ("powersgd", {"start_step": 0}),
+    ("batched_powersgd", {"start_step": 0}),
+    ("dgc", {}),
+    ("bf16", {}),
+    ("error_feedback", {}),
+]
+
+
+def kept_after_steps(hooks: Any, before: Any = lambda _: None) -> list[float]:
+    """Return what is kept after each of four steps, in copies of the model for each rank."""
+    parameters = [torch.zeros(SHAPE) for _ in range(COUNT)]
+    found = []
+    with LiveMemory() as memory:
+        memory.ignore(*parameters)
+        for step in range(4):
+            before(step)
+            buckets = [make_bucket([torch.randn(SHAPE)] * COUNT, parameters, step) for _ in hooks]
+            simulate(hooks, buckets)
+            del buckets
+            found.append(memory.now() / (len(hooks) * MODEL_BYTES))
+    return found
+
+
+@pytest.fixture(params=LEFT, ids=str)
+def left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hook that keeps something, by its config."""
+    monkeypatch.setattr(exact, "_LARGE", 0)  # smaller buckets have no memory for their messages
+    name, options = request.param
+    return {"name": name, **options}
+
+
+def test_a_schedule_frees_what_a_hook_has_kept(left: Any) -> None:
+    stages = [(0, left), (2, "allreduce")]
+    kept = kept_after_steps([commhooks.create("schedule", stages=stages) for _ in range(2)])
+    assert kept[1] > 0.4, kept
+    assert kept[3] < 0.01, kept
+
+
+def test_a_table_frees_what_a_hook_has_kept(left: Any) -> None:
+    """So do ``auto`` and ``guard``, which go on with another hook in this way."""
+    tables = [HookTable([commhooks.create(left), AllReduce()], {}) for _ in range(2)]
+
+    def change(step: int) -> None:
+        for table in tables:
+            if step in (0, 2):
+                table.change({str(i): int(step == 2) for i in range(COUNT)})
+            table.begin_step()
+
+    kept = kept_after_steps(tables, change)
+    assert kept[1] > 0.4, kept
+    assert kept[3] < 0.01, kept

@@ -32,6 +32,10 @@ class LiveMemory(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {k: each for k, each in self._made.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._made.values()))
+        self.peak = max(self.peak, self.now())
         return result
+
+    def now(self) -> int:
+        """Return the bytes of those that still live."""
+        self._made = {k: each for k, each in self._made.items() if not each[0].expired()}
+        return sum(nbytes for _, nbytes in self._made.values())

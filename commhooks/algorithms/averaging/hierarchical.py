@@ -127,8 +127,8 @@ class Hierarchical(CommHook):
         super().__post_init__()
         self._local_rank = 0  # in its node, whose first rank sends the most
         self._node: Sequence[int] = ()  # its ranks
-        self._shards: PerBucketCache[BucketShards] = PerBucketCache()
-        self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache()  # shards
+        self._shards: PerBucketCache[BucketShards] = PerBucketCache(self)
+        self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache(self)  # shards
         if any(each.changes_parameters for each in tree(self.inner)):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
@@ -156,7 +156,7 @@ class Hierarchical(CommHook):
         self.ranks_per_node = per_node = check_nodes(self.ranks_per_node, group)
         self._local_rank = group.rank() % per_node
         self._node = ranks_of_node(group.rank(), per_node)
-        self._in_host_memory = PerBucketCache()  # the ranks may be others than before
+        self._in_host_memory.clear()  # the ranks may be others than before
         own = self.nested_parameters(parameters).get("inner", parameters)
         # A group without connections, whose ranks are the nodes.
         nodes = dist.ProcessGroup(group.rank() // per_node, group.size() // per_node)  # type: ignore[call-arg]
@@ -224,7 +224,7 @@ class Hierarchical(CommHook):
     ) -> Tensor:
         """See Note [Shards in host memory]."""
         buffer, shards = bucket.buffer(), self._shards_of(bucket)
-        shard = self._in_host_memory.get(bucket, self.state)
+        shard = self._in_host_memory.get(bucket)
         if shard is None:
             shard = host.allocate(shards.numel, buffer.dtype)
             self._in_host_memory.put(bucket, shard)
@@ -289,7 +289,7 @@ class Hierarchical(CommHook):
         return self.sharded and self.ranks_per_node > 1
 
     def _shards_of(self, bucket: GradBucket) -> "BucketShards":
-        shards = self._shards.get(bucket, self.state)
+        shards = self._shards.get(bucket)
         return shards or self._shards.put(bucket, BucketShards(bucket, self.ranks_per_node))
 
 

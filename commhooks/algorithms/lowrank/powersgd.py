@@ -123,13 +123,13 @@ class PowerSGD(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._compressors: PerBucketCache[Compressor] = PerBucketCache()
+        self._compressors: PerBucketCache[Compressor] = PerBucketCache(self)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if bucket.step < self.start_step:
             return await comm.all_reduce(buffer.div_(comm.size))
-        compressor = self._compressors.get(bucket, self.state)
+        compressor = self._compressors.get(bucket)
         if compressor is None:  # the composition of the bucket has changed
             compressor = self._compressors.put(bucket, self._make_compressor(bucket))
         with compressor.step(bucket, comm):

@@ -98,7 +98,7 @@ class Quantized(KeepsErrors):
         self._average_codec = BlockCodec(
             self.average_format(), self.block_size, rotated=self.rotate
         )
-        self._average_errors: PerBucketCache[tuple[slice, Tensor]] = PerBucketCache()
+        self._average_errors: PerBucketCache[tuple[slice, Tensor]] = PerBucketCache(self)
 
     def number_format(self) -> Format:
         """Return the format of each rank's own numbers, as the options specify."""
@@ -205,7 +205,7 @@ class Quantized(KeepsErrors):
 
         They are float32. Errors of other elements that the state holds are moved to ``own_error``.
         """
-        kept_part, average = self._average_errors.get(bucket, self.state) or (None, None)
+        kept_part, average = self._average_errors.get(bucket) or (None, None)
         if average is None or kept_part != part:
             average = _rebuild_average_error(bucket, size, part, self.state, own_error)
             self._average_errors.put(bucket, (part, average))

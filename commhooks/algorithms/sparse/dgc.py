@@ -90,7 +90,7 @@ class DGC(WarmedUp):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._velocities = BucketMemory("velocity")
+        self._velocities = BucketMemory(self, "velocity")
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return *super().state_fields(gradient), self._velocities.field(gradient)

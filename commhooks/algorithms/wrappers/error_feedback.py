@@ -29,15 +29,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory, ErrorDtype, widened
+from commhooks.algorithms.bucket_memory import BucketMemory, ErrorDtype, PerBucketCache, widened
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, TensorState, tree
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
-from commhooks.precision import saturating_cast
+from commhooks.precision import at_least_float32, saturating_cast
 from reducer import GradBucket
 
 
@@ -76,9 +76,8 @@ class ErrorFeedback(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._memory = BucketMemory("error", self.error_dtype)
-        self._sums = BucketMemory("sum")  # work buffers, which steps reuse
-        self._unsaved: TensorState = {}  # their state
+        self._memory = BucketMemory(self, "error", self.error_dtype)
+        self._sums: PerBucketCache[Tensor] = PerBucketCache(self)  # work buffers
         for hook in tree(self.inner):
             if not hook.tells_contribution:
                 raise CommHookOptionError(
@@ -97,10 +96,14 @@ class ErrorFeedback(CommHook):
             return await self._average(bucket, comm, error)
 
     async def _average(self, bucket: GradBucket, comm: Communicator, error: Tensor) -> Tensor:
-        sums = self._sums.of(bucket, self._unsaved)
-        p = torch.add(bucket.buffer(), error, alpha=self.decay, out=sums)
+        buffer = bucket.buffer()
+        sums = self._sums.get(bucket)
+        if sums is None:
+            dtype = at_least_float32(buffer.dtype)
+            sums = self._sums.put(bucket, torch.empty_like(buffer, dtype=dtype))
+        p = torch.add(buffer, error, alpha=self.decay, out=sums)
         # The factor 2 leaves room for rounding up.
-        bucket.buffer().copy_(saturating_cast(p, bucket.buffer().dtype, headroom=2))
+        buffer.copy_(saturating_cast(p, buffer.dtype, headroom=2))
         nested = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, nested)
         if nested.contribution is None:

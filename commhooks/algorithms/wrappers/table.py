@@ -64,7 +64,7 @@ class HookTable(Routing):
         gone = {id(entry) for is_sent, entries in sent if is_sent.read() for entry in entries}
         if gone:
             for each in (nested for hook in self._hooks for nested in tree(hook)):
-                # A new dict tells the hook's caches of buckets that the state has changed.
+                # A new dict, so that the hook drops what it has made from the former one.
                 each.state = {n: entry for n, entry in each.state.items() if id(entry) not in gone}
             self.refresh()
 
@@ -74,12 +74,17 @@ class HookTable(Routing):
         self.refresh()
 
     def refresh(self) -> None:
-        """Look which parameters move, after the table or the states have changed."""
+        """Find the parameters that move, after the table or the states have changed."""
         self.moving = {}
         for i, hook in enumerate(self._hooks):
             for name in {key for each in tree(hook) for key in each.state}:
                 if self.table.get(name, i) != i:
                     self.moving.setdefault(name, []).append(i)
+        former = {i for hooks in self.moving.values() for i in hooks}
+        for i, hook in enumerate(self._hooks) if self.table else ():
+            if i not in former.union(self.table.values()):  # free what it keeps beside residuals
+                for each in tree(hook):
+                    each.state = {}
 
     def residual(
         self, size: int, parameter: str, gradient: Tensor, where: slice = _ALL
