@@ -90,6 +90,7 @@ class Measurement:
     def _clear(self) -> None:
         """Begin another report."""
         self._agreement.cancel()
+        self._begin_trials()  # which have errors as large as their samples
         self._report = Report()
         self._reads: list[Callable[[], None]] = []
         """Functions that put measurements into the report, and wait for a device."""
@@ -136,8 +137,6 @@ class Measurement:
                     self.course = self._planner.begin(self.course, step)
             self._step, self._buckets = step, []
             start = self.course.start
-            if step == start:
-                self._begin_trials()
             if start is not None and step >= self.course.report and not self._agreement.is_open:
                 self._agreement.begin(self.report())
         return self.course.plan != before.plan

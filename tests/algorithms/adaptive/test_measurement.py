@@ -19,6 +19,7 @@ from commhooks.algorithms.adaptive.planner import Course, Planner
 from commhooks.algorithms.wrappers.table import HookTable, residual_of
 from commhooks.algorithms.wrappers.timing import HOST
 from commhooks.algorithms.wrappers.trial import Trial, relative_error, squares_of
+from commhooks.hook.base import tree
 from commhooks.hook.spec import hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -144,14 +145,20 @@ def fail_in_trials(rank: int, size: int) -> None:
             train(trainer, rank, range(step, step + 1))
             step += 1
         train(trainer, rank, range(step, step + 2))
+        trials = [each for it in hook._measuring.trials.values() for each in tree(it._hook)]
+        assert any(each.state for each in trials)
         for _ in range(2):
             with (
                 patch.object(Trial, "average", average_and_fail if rank == 0 else average),
                 pytest.raises(commhooks.CommHookError, match="by the test"),
             ):
                 train(trainer, rank, range(step + 2, step + 3))
-        train(trainer, rank, range(step + 2, step + 16))
+        for repeated in range(step + 2, step + 16):
+            train(trainer, rank, range(repeated, repeated + 1))
+            if hook.history:
+                break
         assert set(agree(hook).hook_of().values()) > {"allreduce"}
+        assert not any(each.state for each in trials)  # nor memory, until the next ones
 
 
 def test_ranks_repeat_trials_alike(run_ranks: Any) -> None:
