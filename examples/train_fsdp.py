@@ -106,7 +106,8 @@ class Trainer:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self.hook.load_state_dict(torch.load(found[-1] / f"hook-{dist.get_rank()}.pt"))
+        path = found[-1] / f"hook-{dist.get_rank()}.pt"
+        self.hook.load_state_dict(torch.load(path, map_location="cpu"))
         self.steps_done = int(found[-1].name.removeprefix("step-"))
 
 

@@ -133,6 +133,13 @@ def merge(one: Any, other: Any) -> Any:
     return {**other, **one, **common}
 
 
+def on_cpu(state: Any) -> Any:
+    """Return a state whose tensors are in host memory."""
+    if isinstance(state, Mapping):
+        return {key: on_cpu(value) for key, value in state.items()}
+    return state.cpu() if isinstance(state, Tensor) else state
+
+
 def count(state: Any) -> int:
     """Return the number of tensors and of extra values."""
     return sum(1 for kind in (Tensor, str) for _ in instances_in(state, kind))

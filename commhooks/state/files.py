@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
+from commhooks.state.entries import on_cpu
 from commhooks.state.layout import Ranks
 from commhooks.state.saved import NoStateError
 from reducer.backends import GLOO, family_of
@@ -52,8 +53,11 @@ class GatheredState:
         self.handle = handle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks on rank 0, and nothing on the others. Collective."""
-        own = self.handle.state_dict()
+        """Return the states of all ranks on rank 0, and nothing on the others. Collective.
+
+        In host memory: rank 0 may lack the devices of the other ranks, or the memory there.
+        """
+        own = on_cpu(self.handle.state_dict())
         states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with _group_on_cpu() as group:
             dist.gather_object(own, states, group_dst=0, group=group)
@@ -110,7 +114,7 @@ def _read(path: Path, keys: Set[str]) -> dict[str, Any]:
     if not path.exists():
         return dict.fromkeys(keys, NoStateError(f"there is no file {path}"))
     try:
-        states: dict[str, Any] = torch.load(path)
+        states: dict[str, Any] = torch.load(path, map_location="cpu")
         if states.keys() == keys:
             return states
         problem = f"expected states of {sorted(keys)}, found {sorted(states)}"

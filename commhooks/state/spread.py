@@ -117,7 +117,11 @@ class Spread:
     def _mean(self, part: HookPart, name: str, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what a rank contributes to the means."""
         declared = part.declared(name)
-        own = {it: value for it, value in entry.items() if declared[it].across_ranks == "own"}
+        own = {
+            it: value.to(self._ranks.device)  # where the means are
+            for it, value in entry.items()
+            if declared[it].across_ranks == "own"
+        }
         mean = {
             it: self._old_shard(part, name, it, entry) / self._old.replicas
             for it, field in declared.items()

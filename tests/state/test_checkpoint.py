@@ -2,8 +2,12 @@
 
 import contextlib
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
 from commhooks.hook.base import tree
+from commhooks.hook.state import StateField
 from commhooks.state import GatheredState, HookState
+from commhooks.state.layout import Layout, Ranks, Source
+from commhooks.state.spread import Spread
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -310,6 +317,55 @@ def load_others(rank: int, size: int, folder: str) -> None:
 def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(save_others, 2, str(tmp_path))
     run_ranks(load_others, 1, str(tmp_path))
+
+
+class OnDevice(Tensor):
+    """A tensor on a device of another rank, which this one cannot read it to."""
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise AssertionError("sent with its device")
+
+
+def gather_from_devices(rank: int, size: int) -> None:
+    trainer = trained(HOOKS["int4"], rank, 1)
+    expected = GatheredState(trainer.handle).state_dict()
+    for entry in trainer.hook.state.values():
+        entry["error"] = entry["error"].as_subclass(OnDevice)
+    with patch.object(OnDevice, "clone", OnDevice.detach):  # keeps its class, as on a device
+        assert same_bits(GatheredState(trainer.handle).state_dict(), expected)
+
+
+def test_states_are_gathered_in_host_memory(run_ranks: Any) -> None:
+    """Rank 0 may have one device, and the states of all nodes may not fit there."""
+    run_ranks(gather_from_devices, 2)
+
+
+@dataclass
+class Measured(commhooks.CommHook):
+    """Keeps something of its rank only, which counts in the mean over the ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.devices: list[str] = []
+
+    def state_fields(self, gradient: Tensor) -> Any:
+        return StateField.like(gradient, "error", "averageable"), StateField("own", "own", (1,))
+
+    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        self.devices += [tensor.device.type for tensor in (*mean.values(), *own.values())]
+
+
+def test_a_state_of_another_device_is_converted_on_that_of_the_gradients() -> None:
+    ranks: Any = Ranks()
+    ranks.device, ranks.parameters = torch.device("meta"), {"w": torch.zeros(2)}
+    ranks._group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    hook, old = Measured(), Layout(2, 1)
+    entry = {"error": torch.ones(2), "own": torch.ones(1)}
+    Spread(hook, ranks, old).add({Source("rank", 1, old, 0): {"w": entry}})
+    assert hook.devices == ["meta", "meta"]
 
 
 def resume_without(rank: int, size: int, folder: str) -> None:
