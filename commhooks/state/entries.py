@@ -56,7 +56,7 @@ class HookPart:
             (key, name, value if isinstance(value, str) else f"shape {tuple(value.shape)}")
             for key, entry in self.entries.items()
             for name, value in entry.items()
-            if (field := self.declared(key).get(name)) and field.across_ranks == "same"
+            if self.is_same(key, name)
         )
 
     def declared(self, key: Any) -> dict[str, StateField]:

@@ -140,6 +140,23 @@ def test_states_of_different_steps_or_contents_are_refused(run_ranks: Any) -> No
     run_ranks(differ, 2)
 
 
+def differ_between_shards(rank: int, size: int) -> None:
+    """Both ranks are in a node. The hook of the first one's shard has fallen back."""
+    nodes = {"name": "hierarchical", "inner": GUARD, "ranks_per_node": 2}
+    handle = trained(nodes, rank).handle
+    guard: Any = handle.hook.inner  # type: ignore[union-attr]
+    guard.extra_state = {} if rank else {"since": 7}
+    saved = through_file(handle.state_dict())
+    resumed: Any = trained(nodes, rank, 0).handle
+    resumed.load_state_dict(saved)
+    assert resumed.hook.inner.is_fallback == (rank == 0)
+    assert same_bits(resumed.state_dict(), saved)
+
+
+def test_shards_of_nodes_may_have_different_states(run_ranks: Any) -> None:
+    run_ranks(differ_between_shards, 2)
+
+
 def begin_with_factors_of_another_bucket(rank: int, size: int) -> None:
     """Nothing in a state tells the shape of a bucket."""
     trainer = trained({"name": "batched_powersgd", "rank": 2, "start_step": 0}, rank)

@@ -66,7 +66,8 @@ class Auto(CommHook):
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or
             the plan is no plan, or has a hook that does not exist.
         CommHookError: at registration, if a candidate that you named cannot average this model, or
-            the plan has a parameter missing from the model.
+            the plan has a parameter missing from the model; or inside ``hierarchical``, without a
+            plan.
     """
 
     error: Annotated[float, Limits(ge=0)] | Candidate = hook_default("int4")
@@ -217,19 +218,20 @@ class Auto(CommHook):
     def _measurement(
         self, usable: Mapping[str, CommHook], group: dist.ProcessGroup, course: Course
     ) -> Measurement:
-        if not isinstance(group, dist.ProcessGroup):
+        hooks, parameters = dict(usable), self._parameters
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        # hierarchical's has no backend: each local rank would make a plan of its own.
+        if not isinstance(group, dist.ProcessGroup) or family_of(group, device) == "undefined":
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        hooks, parameters = dict(usable), self._parameters
         limit: float | str
         if isinstance(self.error, CommHook):
             limit = 0.0 if is_lossless(self.error) else spec_of(self.error)
             hooks.setdefault(spec_of(self.error), self.error)
         else:
             limit = self.error
-        device = next((p.device for p in parameters.values()), torch.device("cpu"))
         roles = self.model_info.roles
         trials = {s: Trial(hook, parameters, group, roles) for s, hook in hooks.items()}
 
