@@ -274,7 +274,7 @@ def describe_options(kind: type) -> tuple[OptionInfo, ...]:
 def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
     """Raise CommHookOptionError if a name in ``given`` is unknown, or a required one is missing."""
     names = option_names(kind)
-    given = set(given)
+    given = {str(name) for name in given}  # keys of a config may be anything
     if unknown := sorted(given.difference(names)):
         raise _option_error(
             unknown[0],

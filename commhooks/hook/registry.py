@@ -113,8 +113,8 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
                 f"the config of a hook needs its name: "
                 f"expected {{'name': ..., option: ...}}, found {hook}"
             )
-        return create(name, **config | options)
-    if not isinstance(hook, str):
+        hook, options = name, config | options
+    elif not isinstance(hook, str):
         raise CommHookOptionError(f"expected the name of a hook or its config, found {hook!r}")
     kind = _find(hook)
     check_names(hook, kind, options)
@@ -248,7 +248,12 @@ def _load_class(reference: str) -> type[CommHook]:
     try:
         kind = load_reference(reference)
     except CommHookError as error:
-        raise UnknownHookError(str(error)) from error
+        name, _, spec = reference.partition(":")
+        remedy = ""
+        if name in available():
+            given = "".join(f", {each.partition('=')[0]}=..." for each in spec.split(","))
+            remedy = f"; options are arguments: create({name!r}{given})"
+        raise UnknownHookError(f"{error}{remedy}") from error
     _check_class(reference, kind)
     return kind  # type: ignore[no-any-return]
 

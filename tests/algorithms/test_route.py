@@ -62,7 +62,7 @@ def test_rules_survive_json() -> None:
         ([["no.such:module", "fp16"]], r"'rules\.0\.0'.*no 'module' in a module 'no.such'"),
         ([["*", "fp16"], ["json:nothing", "fp16"]], r"'rules\.1\.0'.*no 'nothing' in a module"),
         ([["json:__name__", "fp16"]], "expected json:__name__ to be a function"),
-        ([["@embed", "fp16"]], r"'rules\.0\.0'.*one of the roles @1d, @embedding, @output, found"),
+        ([["@embed", "fp16"]], r"'rules\.0\.0' of hook 'route'.*one of the roles @1d, @embedding, @output, f"),
     ],
 )
 def test_bad_rules(rules: Any, message: str) -> None:
@@ -360,6 +360,12 @@ def feed_back(rank: int, size: int) -> None:
 
 def test_error_feedback_around_a_route(run_ranks: Any) -> None:
     run_ranks(feed_back, 2)
+
+
+@pytest.mark.parametrize("config", ["auto", {"name": "route", "rules": [["*", "int8"]]}], ids=str)
+def test_bytes_are_not_known_before_registration(config: Any) -> None:
+    bucket = commhooks.GradBucket(torch.zeros(4), [torch.zeros(4)], ["w"])
+    assert commhooks.create(config).wire_bytes(bucket, 2) is None
 
 
 def count_bytes(rank: int, size: int) -> None:

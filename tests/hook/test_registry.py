@@ -98,6 +98,12 @@ def test_unknown_name_lists_all_and_the_nearest() -> None:
         commhooks.describe("")
 
 
+def test_a_spec_of_the_command_line_is_no_name() -> None:
+    remedy = r"options are arguments: create\('powersgd', rank=\.\.\., seed=\.\.\.\)"
+    with pytest.raises(commhooks.UnknownHookError, match=remedy):
+        commhooks.create("powersgd:rank=4,seed=1")
+
+
 @pytest.mark.parametrize("hook", [None, 3, commhooks.create("allreduce")])
 def test_create_rejects_other_types(hook: Any) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or its"):
@@ -114,6 +120,11 @@ def test_options_override_a_config() -> None:
 def test_a_config_needs_a_name(config: dict[str, object]) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match="needs its name"):
         commhooks.create(config)
+
+
+def test_names_of_options_are_texts() -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match="'topk' has no option '1'"):
+        commhooks.create({"name": "topk", 1: 2, "x": 3})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("name", ["", "my hook", "mine:2", "a,b"])

@@ -87,7 +87,7 @@ def exact_names(
 
     Raises CommHookOptionError if a rule is invalid.
     """
-    predicates = [predicate_of(str(r), f"exact.{i}", roles or {}) for i, r in enumerate(rules)]
+    predicates = [predicate_of(str(r), f"exact.{i}", roles or {}, "auto") for i, r in enumerate(rules)]
     return {name for name, p in parameters.items() if any(m(name, p) for m in predicates)}
 
 

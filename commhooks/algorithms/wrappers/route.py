@@ -161,7 +161,7 @@ class Route(CommHook):
 
     def _predicates(self) -> list[Predicate]:
         rules, roles = enumerate(self.rules), self.model_info.roles
-        return [predicate_of(str(rule), f"rules.{i}.0", roles) for i, (rule, _) in rules]
+        return [predicate_of(str(rule), f"rules.{i}.0", roles, self.name) for i, (rule, _) in rules]
 
 
 class Routing:
@@ -215,7 +215,12 @@ class Routing:
         return await self._hooks[i].reduce(bucket, comm)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        """Return what the hooks send for a bucket, None if one of them has no formula."""
+        """Return what the hooks send for a bucket, None if one of them has no formula.
+
+        Before registration they are not known, so None as well.
+        """
+        if not self.table.keys() >= {*bucket.names}:
+            return None
         costs = [
             self._hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
             for i, part in self.parts(bucket)
@@ -226,13 +231,15 @@ class Routing:
 _ROLES = ("@1d", "@embedding", "@output")
 
 
-def predicate_of(rule: str, path: str, roles: Mapping[str, Role] | None) -> Predicate:
-    """Parse a rule. ``path`` names the option in errors, ``roles`` are of parameters."""
+def predicate_of(
+    rule: str, path: str, roles: Mapping[str, Role] | None, owner: str
+) -> Predicate:
+    """Parse a rule: option ``path`` of the hook ``owner``. ``roles`` are of parameters."""
     if rule in _ROLES:
-        return partial(_has_role, rule, roles)
+        return partial(_has_role, rule, roles, owner)
     if rule.startswith("@"):
         raise CommHookOptionError(
-            f"option {path!r} of hook 'route': expected one of the roles {', '.join(_ROLES)}, "
+            f"option {path!r} of hook {owner!r}: expected one of the roles {', '.join(_ROLES)}, "
             f"found {rule!r}"
         )
     match = _PREDICATE.fullmatch(rule)
@@ -243,23 +250,25 @@ def predicate_of(rule: str, path: str, roles: Mapping[str, Role] | None) -> Pred
         found: Predicate = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise CommHookOptionError(
-            f"option {path!r} of hook 'route': a rule with a colon is a predicate, "
+            f"option {path!r} of hook {owner!r}: a rule with a colon is a predicate, "
             f"module:function, but there is no {name!r} in a module {module!r} ({error})"
         ) from error
     if not callable(found):
         raise CommHookOptionError(
-            f"option {path!r} of hook 'route': expected {rule} to be a function of a "
+            f"option {path!r} of hook {owner!r}: expected {rule} to be a function of a "
             f"parameter's name and the parameter, found {found!r}"
         )
     return found
 
 
-def _has_role(rule: str, roles: Mapping[str, Role] | None, name: str, parameter: Tensor) -> bool:
+def _has_role(
+    rule: str, roles: Mapping[str, Role] | None, owner: str, name: str, parameter: Tensor
+) -> bool:
     if rule == "@1d":
         return parameter.dim() <= 1
     if roles is None:
         raise CommHookError(
-            f"hook 'route': rule {rule!r} needs the modules of the model, and only its "
+            f"hook {owner!r}: rule {rule!r} needs the modules of the model, and only its "
             "parameters are known here; use patterns for their names"
         )
     return roles.get(name) == rule[1:]

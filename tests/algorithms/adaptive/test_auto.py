@@ -69,7 +69,7 @@ def test_a_fixed_plan_is_in_the_config(tmp_path: Any) -> None:
         ({"error": {"name": "gossip"}}, "'error'.*not return the same"),
         ({"error": -0.1}, "'error'.*found -0.1 .*not >= 0"),
         ({"error": math.nan}, "'error'.*found nan .*not >= 0"),
-        ({"exact": ["@nose"]}, "one of the roles"),
+        ({"exact": ["@nose"]}, "option 'exact.0' of hook 'auto'.*one of the roles"),
         ({"plan": "/nowhere/plan.json"}, "'plan'.*/nowhere/plan.json"),
         ({"plan": {"rows": 3}}, "'plan'.*commhooks plan --save"),
         ({"plan": plan_of({"a": "int5"}).to_json()}, "'plan'.*no hook is named 'int5'"),
