@@ -67,7 +67,7 @@ class HookState:
 
         Raises:
             CommHookStateError: ``dcp.load`` calls this, and there is no checkpoint; or it has
-                several states, or one that an earlier version saved.
+                several states.
         """
         if self._reader is None:
             if _is_loading():
@@ -116,12 +116,6 @@ class HookState:
             for path in paths.values()
             if path[-2:-1] == ("tensors",) and Source.of(path[-1])
         }
-        if any(name.endswith(".about_hook") for name in paths):
-            raise CommHookStateError(
-                "the checkpoint has the state of a hook in version 1, which an earlier version of "
-                "commhooks saved, and which cannot be read. Load it with that version, or begin "
-                "without the state of the hook: leave HookState out of the dict of dcp.load"
-            )
         if not prefixes:
             return {}
         keys = {".".join(map(str, prefix)): prefix for prefix in sorted(prefixes)}

@@ -330,9 +330,6 @@ class DiLoCo(LocalSteps):
     def takes(self, step: int) -> bool:
         return step <= self.start_step or self._turns.is_any_due(step - self.delay)
 
-    def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return self.state
-
     def commit(self) -> None:
         super().commit()
         for key, (names, _) in list(self._sent.items()):
