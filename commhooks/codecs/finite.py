@@ -37,8 +37,8 @@ def is_known_false(condition: Tensor) -> bool:
     return backend_of(condition) is None and not condition
 
 
-def mark(tensor: Tensor, is_damaged: Tensor) -> None:
-    """Make the first element NaN if ``is_damaged``, for all ranks to learn of it when it arrives.
+def poison(tensor: Tensor, is_damaged: Tensor) -> None:
+    """Write NaN to the first element if ``is_damaged``, so that all ranks see it.
 
     Does not wait for the device.
     """

@@ -64,8 +64,9 @@ class CpuBlockCodec:
                 values.detach()[span] = given - decoded.view(-1)[: given.numel()]
 
     def _encode(self, y: Tensor, count: int, random: "BlockRandom") -> tuple[Tensor, ...]:
-        """Return the scales, the codes of groups and of ``count`` numbers, and what these stand for
-        are multiplied by.
+        """Return scales, group codes, codes and factors.
+
+        A number decodes to ``numbers[code] * factor``.
         """
         number_format = self._format
         counts = (count - self._size * torch.arange(len(y))).clamp(0, self._size)[:, None]

@@ -57,7 +57,7 @@ class GatheredState:
 
         In host memory: rank 0 may lack the devices of the other ranks, or the memory there.
         """
-        own = on_cpu(self.handle.state_dict())
+        own: dict[str, Any] = on_cpu(self.handle.state_dict())
         states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with _group_on_cpu() as group:
             dist.gather_object(own, states, group_dst=0, group=group)

@@ -13,7 +13,7 @@ from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.entries import count, merge, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of, of_part
-from commhooks.state.spread import Key, Spread
+from commhooks.state.resharding import Key, Resharding
 from reducer.agreement import values_of_ranks
 
 VERSION = 2
@@ -65,7 +65,7 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
     outcome = loading.outcome
     outcome.is_missing = isinstance(saved, NoStateError)
     sources: list[Source] = []
-    spread: Spread | None = None
+    resharding: Resharding | None = None
     with loading.attempt():
         if isinstance(saved, CommHookStateError):
             raise saved
@@ -74,9 +74,9 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
         outcome.step = saved["step"]
         outcome.layout, sources = _sources(saved, ranks)
         if outcome.layout not in (None, here):
-            spread = Spread(hook, ranks, outcome.layout)
-            spread.add({source: saved["state"].get(str(source), {}) for source in sources})
-            outcome.sums = spread.described()
+            resharding = Resharding(hook, ranks, outcome.layout)
+            resharding.add({source: saved["state"].get(str(source), {}) for source in sources})
+            outcome.sums = resharding.described()
     of_ranks = loading.compare()
     if isinstance(saved, CommHookStateError):  # on all ranks
         warnings.warn(f"{saved}, so {hook!r} begins without a state, at step 0", stacklevel=3)
@@ -84,8 +84,10 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
         return
     layout = next((each.layout for each in of_ranks if each.layout is not None), here)
     if layout != here:
-        spread = spread or Spread(hook, ranks, layout)  # this rank has no part of the state
-        state = spread.combine({key: it for each in of_ranks for key, it in each.sums.items()})
+        resharding = resharding or Resharding(
+            hook, ranks, layout
+        )  # this rank has no part of the state
+        state = resharding.combine({key: it for each in of_ranks for key, it in each.sums.items()})
     before: dict[str, Any] | None = None
     with loading.attempt():
         if layout == here:

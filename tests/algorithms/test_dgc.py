@@ -90,7 +90,7 @@ def test_density_decreases_exponentially():
     def counts(density: float) -> list[int]:
         hook = DGC(density=density, warmup_steps=4, warmup_density=0.25)
         buckets = [make_bucket({"p": torch.zeros(1)}, step) for step in range(6)]
-        return [hook.kept(bucket, 10**6) for bucket in buckets]
+        return [hook.sent_elements(bucket, 10**6) for bucket in buckets]
 
     ratio = (0.001 / 0.25) ** 0.25
     expected = [0.25 * ratio**step for step in range(4)] + [0.001, 0.001]

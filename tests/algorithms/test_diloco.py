@@ -10,7 +10,7 @@ from test_gossip import loss_of, make_net, rows, train
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.algorithms.averaging.diloco import DiLoCo, Turns, runs_of
+from commhooks.algorithms.averaging.diloco import DiLoCo, FragmentSchedule, runs_of
 from commhooks.testing.probe import GradientProbe
 
 
@@ -185,11 +185,11 @@ def test_fragments_are_runs_of_about_equal_size() -> None:
 
 def test_units_are_in_one_fragment_each() -> None:
     parameters = {name: torch.empty(size) for name, size in zip("abcd", [6, 1, 1, 4], strict=True)}
-    turns = Turns(start=0, period=2, fragments=2)
-    turns.divide(parameters, [["x", "a"], ["b"], ["c", "d"], ["y"]])
-    assert [turns.is_due(name, 2) for name in "abcd"] == [True, False, False, False]
-    turns.divide({name: parameters[name] for name in "cd"})
-    assert [turns.is_due(name, 2) for name in "cd"] == [True, False]
+    schedule = FragmentSchedule(start=0, period=2, fragments=2)
+    schedule.assign(parameters, [["x", "a"], ["b"], ["c", "d"], ["y"]])
+    assert [schedule.is_due(name, 2) for name in "abcd"] == [True, False, False, False]
+    schedule.assign({name: parameters[name] for name in "cd"})
+    assert [schedule.is_due(name, 2) for name in "cd"] == [True, False]
 
 
 def in_half_precision(rank: int, size: int) -> dict[str, Tensor]:

@@ -198,7 +198,7 @@ def refuse(rank: int, size: int) -> None:
     with pytest.raises(commhooks.CommHookError, match=r"hypercube.*found 3 ranks"):
         commhooks.register(model, "hierarchical", inner=hypercube, ranks_per_node=1)
     for inner in ("auto", {"name": "route", "rules": [["weight", "int8"]], "default": "auto"}):
-        with pytest.raises(commhooks.CommHookError, match="'auto'.* nor be inside hierarchical"):
+        with pytest.raises(commhooks.CommHookError, match=r"'auto'.* be inside hierarchical"):
             commhooks.register(model, "hierarchical", inner=inner, ranks_per_node=1)
     # Three ranks are no hypercube, but one node is.
     commhooks.register(model, "hierarchical", inner=hypercube, ranks_per_node=3)

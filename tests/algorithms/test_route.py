@@ -62,7 +62,10 @@ def test_rules_survive_json() -> None:
         ([["no.such:module", "fp16"]], r"'rules\.0\.0'.*no 'module' in a module 'no.such'"),
         ([["*", "fp16"], ["json:nothing", "fp16"]], r"'rules\.1\.0'.*no 'nothing' in a module"),
         ([["json:__name__", "fp16"]], "expected json:__name__ to be a function"),
-        ([["@embed", "fp16"]], r"'rules\.0\.0' of hook 'route'.*one of the roles @1d, @embedding, @output, f"),
+        (
+            [["@embed", "fp16"]],
+            r"'rules\.0\.0' of hook 'route'.*one of the roles @1d, @embedding, @output, f",
+        ),
     ],
 )
 def test_bad_rules(rules: Any, message: str) -> None:

@@ -27,7 +27,7 @@ from commhooks.algorithms.adaptive.choices import (
     wire_bytes_of,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.planner import Course, Decision, Planner
+from commhooks.algorithms.adaptive.planner import AgreedState, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
@@ -117,15 +117,15 @@ class Auto(CommHook):
     @property
     def history(self) -> list[Decision]:
         """The plans that were made, with their steps and reasons."""
-        return [] if self._measuring is None else [*self._measuring.course.history]
+        return [] if self._measuring is None else [*self._measuring.agreed.history]
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Prepare each candidate, and leave out those that cannot average this model.
 
         Raises CommHookError for such a candidate if the user has named the candidates.
         """
-        is_same = self._parameters.keys() == parameters.keys()
-        course = self._measuring.course if self._measuring is not None and is_same else Course()
+        former = self._measuring if self._parameters.keys() == parameters.keys() else None
+        agreed = AgreedState() if former is None else former.agreed
         self._measuring = None
         self._parameters = parameters
         exact = exact_names(self.exact, parameters, self.model_info.roles)
@@ -143,7 +143,7 @@ class Auto(CommHook):
         elif group.size() == 1:
             self.plan = Plan.exact("Average exactly: there is one rank, so nothing is sent.")
         else:
-            self._measuring = self._measurement(usable, group, course)
+            self._measuring = self._measurement(usable, group, agreed)
         self._use_plan()
 
     def bucket_key(self, parameter: str) -> Hashable:
@@ -195,7 +195,7 @@ class Auto(CommHook):
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
         if self._measuring is not None and self.history:
-            self.extra_state = self._measuring.course.to_json()
+            self.extra_state = self._measuring.agreed.to_json()
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class Auto(CommHook):
             self._table.refresh()
             return
         try:
-            self._measuring.load(from_json(Course, self.extra_state))
+            self._measuring.load(from_json(AgreedState, self.extra_state))
             self._use_plan()
         except (KeyError, TypeError, ValueError) as error:
             raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error
@@ -216,7 +216,7 @@ class Auto(CommHook):
     # --------------------------------------------------------------------------------- parts of it
 
     def _measurement(
-        self, usable: Mapping[str, CommHook], group: dist.ProcessGroup, course: Course
+        self, usable: Mapping[str, CommHook], group: dist.ProcessGroup, agreed: AgreedState
     ) -> Measurement:
         hooks, parameters = dict(usable), self._parameters
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
@@ -249,11 +249,11 @@ class Auto(CommHook):
                 sent=lambda spec, own: wire_bytes_of(hooks[spec], own, parameters, group.size()),
             )
 
-        return Measurement(planner_of, trials, self._table, clock_of(device), course)
+        return Measurement(planner_of, trials, self._table, clock_of(device), agreed)
 
     def _use_plan(self) -> None:
         if self._measuring is not None:
-            self.plan = self._measuring.course.plan
+            self.plan = self._measuring.agreed.plan
         hook_of = {} if self.plan is None else self.plan.hook_of()
         positions = {spec: i for i, spec in enumerate(self._hooks)}
         self._table.change({n: positions[hook_of.get(n, AllReduce.name)] for n in self._parameters})

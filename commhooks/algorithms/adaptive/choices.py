@@ -87,7 +87,8 @@ def exact_names(
 
     Raises CommHookOptionError if a rule is invalid.
     """
-    predicates = [predicate_of(str(r), f"exact.{i}", roles or {}, "auto") for i, r in enumerate(rules)]
+    known = roles or {}
+    predicates = [predicate_of(str(r), f"exact.{i}", known, "auto") for i, r in enumerate(rules)]
     return {name for name, p in parameters.items() if any(m(name, p) for m in predicates)}
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from commhooks.algorithms.adaptive.agreement import Agreement
 from commhooks.algorithms.adaptive.choices import Buckets
 from commhooks.algorithms.adaptive.link import ALL, probe, tensor_bytes
-from commhooks.algorithms.adaptive.planner import Course, Planner, Report
+from commhooks.algorithms.adaptive.planner import AgreedState, Planner, Report
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable
-from commhooks.algorithms.wrappers.timing import Clock, Moment, Run
+from commhooks.algorithms.wrappers.timing import Clock, HookTiming, Moment
 from commhooks.algorithms.wrappers.trial import Check, Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
@@ -48,7 +48,7 @@ class _Part:
 
 @dataclass
 class Measurement:
-    """Measures what ranks have agreed on with their ``course``.
+    """Measures what ranks have agreed on.
 
     Numbers of a device are read in a later step, so that the host waits only if it is a step ahead
     of the device.
@@ -62,22 +62,22 @@ class Measurement:
     """Averages with the hook of each parameter."""
     clock: Clock
     """The clock of the device of the gradients."""
-    course: Course
+    agreed: AgreedState
 
     def __post_init__(self) -> None:
         self._agreement = Agreement(
-            lambda reports, step: self._planner.decide(reports, self.course, step)
+            lambda reports, step: self._planner.decide(reports, self.agreed, step)
         )
         self._step = -1
         self._followed = -1
-        """The step from which on ranks follow the present course."""
+        """The step from which on ranks follow what they have :attr:`agreed` on."""
         self._spent_ns = self._first_ns = self._since_ns = 0
         self._spending_depth = 0
-        self.load(self.course)
+        self.load(self.agreed)
 
-    def load(self, course: Course) -> None:
+    def load(self, agreed: AgreedState) -> None:
         """Take over a plan and its history, and measure from the beginning."""
-        self.course = replace(course, start=None)
+        self.agreed = replace(agreed, start=None)
         self._buckets: Buckets = []
         """The buckets of the present step so far."""
         self._former: Buckets = []
@@ -103,7 +103,7 @@ class Measurement:
         """Return numbers about the plan and the link, and the share of time spent here."""
         elapsed_ns = time.monotonic_ns() - self._first_ns
         share = {"planning_share": self._spent_ns / elapsed_ns} if self._first_ns else {}
-        return {**self.course.metrics, **share}
+        return {**self.agreed.metrics, **share}
 
     def is_idle(self, step: int) -> bool:
         """Return whether nothing is to be measured, agreed on or moved to other hooks in this step.
@@ -111,7 +111,7 @@ class Measurement:
         The same on all ranks: a later step than that with the last new plan shows that it has
         succeeded everywhere, so residuals have moved.
         """
-        start = self.course.start
+        start = self.agreed.start
         is_early = start is not None and self._followed < step < start
         return is_early and not self._agreement.is_open
 
@@ -121,12 +121,12 @@ class Measurement:
         Nothing here waits for another rank. See Note [One plan] in agreement.py.
         """
         self._first_ns = self._first_ns or time.monotonic_ns()
-        before = self.course
+        before = self.agreed
         with self._spending():
-            if (course := self._agreement.begin_step(step)) is not None:
-                self.course, self._followed = course, step
+            if (agreed := self._agreement.begin_step(step)) is not None:
+                self.agreed, self._followed = agreed, step
                 self._clear()
-                for decision in course.history[len(before.history) :]:
+                for decision in agreed.history[len(before.history) :]:
                     _LOG.info("auto, step %d: %s", decision.step, decision)
             if step != self._step:  # a step that has failed begins again
                 former, self._former = self._former, self._buckets
@@ -134,18 +134,18 @@ class Measurement:
                 if self._buckets == former and former not in ([], self._planned):
                     self._clear()
                     self._planned, self._planner = former, self.planner_of(former)
-                    self.course = self._planner.begin(self.course, step)
+                    self.agreed = self._planner.begin(self.agreed, step)
             self._step, self._buckets = step, []
-            start = self.course.start
-            if start is not None and step >= self.course.report and not self._agreement.is_open:
+            start = self.agreed.start
+            if start is not None and step >= self.agreed.report and not self._agreement.is_open:
                 self._agreement.begin(self.report())
-        return self.course.plan != before.plan
+        return self.agreed.plan != before.plan
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of a bucket. Measure before and after it what is due."""
-        course, step, report = self.course, bucket.step, self._report
+        agreed, step, report = self.agreed, bucket.step, self._report
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
-        if course.start is None or self.is_idle(step):
+        if agreed.start is None or self.is_idle(step):
             return await self.table.reduce(bucket, comm)
         with self._spending():
             if bucket.index() == 0:
@@ -161,8 +161,8 @@ class Measurement:
                 self._put(report.errors, key, squares, lambda pair: relative_error(*pair))
             for part in parts:
                 for hook in part.tried:
-                    await self._try(part, hook, comm, is_last=step == course.report - 1)
-            if course.is_check(step):
+                    await self._try(part, hook, comm, is_last=step == agreed.report - 1)
+            if agreed.is_check(step):
                 gradients = dict(
                     zip(bucket.names, bucket_with(bucket, average).gradients(), strict=True)
                 )
@@ -171,9 +171,9 @@ class Measurement:
                     squares = torch.stack(norms).double().square().sum()
                     self._put(report.norms, part.index, squares, math.sqrt)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
-                if bucket.is_last() and course.probe:
+                if bucket.is_last() and agreed.probe:
                     device, backend = bucket.buffer().device, self._planner.backend
-                    costs = await probe(course.probe, device, comm, self.clock, backend)
+                    costs = await probe(agreed.probe, device, comm, self.clock, backend)
                     self._reads.append(lambda: setattr(report, "probe", costs()))
         self._ends[step] = self.clock.now()
         return average
@@ -181,9 +181,9 @@ class Measurement:
     def _parts(self, bucket: GradBucket) -> list[_Part]:
         """Return the groups of a bucket, with samples of those on which hooks are tried."""
         groups, names, found = self._planner.groups, set(bucket.names), list[_Part]()
-        course, step = self.course, bucket.step
-        trials = course.trials if course.is_trial(step) else {}
-        lossy = dict(self._planner.lossy(course)) if course.is_check(step) else {}
+        agreed, step = self.agreed, bucket.step
+        trials = agreed.trials if agreed.is_trial(step) else {}
+        lossy = dict(self._planner.lossy(agreed)) if agreed.is_check(step) else {}
         share = sum(each.elements for each in groups) * _SAMPLE_SHARE
         size = int(min(max(share, _LEAST_SAMPLE), _MOST_SAMPLE))
         for i, group in enumerate(groups):
@@ -210,18 +210,19 @@ class Measurement:
     async def _try(self, part: _Part, hook: str, comm: Communicator, *, is_last: bool) -> None:
         """Let a hook average a sample, with what it has not sent in the steps before."""
         assert part.sample is not None
-        trial, run, sample, size = self.trials[hook], Run(self.clock), part.sample, comm.size
+        trial, timing = self.trials[hook], HookTiming(self.clock)
+        sample, size = part.sample, comm.size
         names = {(part.index, hook): sample.names} if is_last else {}
         check = Check(sample, names, partial(trial.residual, size), _CHECKED_IN_TRIALS)
-        average = await run.observe(trial.average(sample, comm))
+        average = await timing.observe(trial.average(sample, comm))
 
         def outcome(pair: Sequence[float]) -> Choice:
             collectives = tuple(
                 Collective(name, tensor_bytes(name, sent, size), ALL)
-                for name, sent in run.collectives
+                for name, sent in timing.collectives
             )
             elements = sample.buffer().numel()
-            return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
+            return Choice(timing.local_seconds, collectives, relative_error(*pair), elements)
 
         for key, squares in (await check.squares(average, comm)).items():
             self._put(self._report.outcomes, key, squares, outcome)
@@ -238,8 +239,8 @@ class Measurement:
         for read in self._reads:
             read()
         launches, ends, seconds = self._launches, self._ends, self.clock.seconds
-        first, end = self.course.start or 0, self.course.report - 1
-        steps = () if self.course.trials else range(first, end)
+        first, end = self.agreed.start or 0, self.agreed.report - 1
+        steps = () if self.agreed.trials else range(first, end)
         # A step may lack buckets: dropped ones, or those of parameters that it does not use.
         has_all = {s for s, of_step in launches.items() if len(of_step) == len(self._planned)}
         timed = [s for s in steps if s in ends and s in has_all and launches.get(s + 1)]

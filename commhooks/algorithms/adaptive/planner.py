@@ -6,7 +6,7 @@
     try     each candidate on samples of some groups        solve() ─► a plan
     check   as look, with the errors of the hooks in use    a reason for another plan? ─► try, solve
 
-    Course ── each rank measures ──► Reports ── Planner.decide() on rank 0 ──► Course of all ranks
+    AgreedState ── each rank measures ──► Reports ── Planner.decide() on rank 0 ──► AgreedState
 """
 
 import math
@@ -88,8 +88,8 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Course:
-    """The values that all ranks have agreed on: the plan in use, and what they measure next.
+class AgreedState:
+    """The plan in use and the next measurement, the same on all ranks.
 
     They measure in some steps from ``start`` on, and report in the step after these. Either
     candidates are tried in all of them. Or steps are timed, and in the last one errors and norms
@@ -124,7 +124,7 @@ class Course:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, in JSON's types. It measures again."""
-        return asdict(Course(self.plan, self.history, self.metrics))
+        return asdict(AgreedState(self.plan, self.history, self.metrics))
 
 
 @dataclass
@@ -163,36 +163,36 @@ class Planner:
         """Errors of hooks in use, by hook and group: they count more than those of trials."""
         self._norms: dict[int, float] = {}
 
-    def begin(self, course: Course, step: int) -> Course:
-        """Return the course from ``step`` on, if nothing has been measured yet."""
-        reason = "new buckets, or a resumed run" if course.history else "the first plan"
-        return self._check(course, step, reason)
+    def begin(self, agreed: AgreedState, step: int) -> AgreedState:
+        """Return what to do from ``step`` on, if nothing has been measured yet."""
+        reason = "new buckets, or a resumed run" if agreed.history else "the first plan"
+        return self._check(agreed, step, reason)
 
-    def lossy(self, course: Course) -> list[tuple[int, str]]:
+    def lossy(self, agreed: AgreedState) -> list[tuple[int, str]]:
         """Return each group whose hook in use has an error, and the hook."""
-        hooks = course.plan.hook_of()
+        hooks = agreed.plan.hook_of()
         used = [(i, hooks.get(group.names[0], self._plain)) for i, group in enumerate(self.groups)]
         return [(i, hook) for i, hook in used if hook not in self.lossless]
 
-    def decide(self, reports: Sequence[Report], course: Course, step: int) -> Course:
-        """Return the course from the next step on, by what all ranks have reported."""
+    def decide(self, reports: Sequence[Report], agreed: AgreedState, step: int) -> AgreedState:
+        """Return what to do from the next step on, by what all ranks have reported."""
         self._take(reports)
-        problem = self._problem(course)
-        if problem is None or (course.trials and not self._outcomes):
+        problem = self._problem(agreed)
+        if problem is None or (agreed.trials and not self._outcomes):
             # Gradients were not finite, or a rank has not seen the steps.
-            return replace(course, start=step + 1)
-        reason = course.reason
-        if not course.trials:
-            since = step - course.history[-1].step if course.history else self.replan
-            if self._outcomes and not (reason := self._why_new(problem, course, since)):
-                period = min(self._period(course, step), self.replan - since)
-                return self._go_on(problem, course, step, period)
+            return replace(agreed, start=step + 1)
+        reason = agreed.reason
+        if not agreed.trials:
+            since = step - agreed.history[-1].step if agreed.history else self.replan
+            if self._outcomes and not (reason := self._why_new(problem, agreed, since)):
+                period = min(self._period(agreed, step), self.replan - since)
+                return self._go_on(problem, agreed, step, period)
             if (since >= self.replan or not self._outcomes) and (trials := self._trials()):
-                if self._outcomes or not (why := self._why_exact(problem, course)):
-                    return replace(course, start=step + 1, reason=reason, trials=trials, probe=0)
+                if self._outcomes or not (why := self._why_exact(problem, agreed)):
+                    return replace(agreed, start=step + 1, reason=reason, trials=trials, probe=0)
                 exact = plan_of(problem, problem.uniform(problem.plain), why)
-                return self._change(problem, course, exact, step, reason)
-        return self._change(problem, course, solve(problem, course.plan.hook_of()), step, reason)
+                return self._change(problem, agreed, exact, step, reason)
+        return self._change(problem, agreed, solve(problem, agreed.plan.hook_of()), step, reason)
 
     # --------------------------------------------------------------------------- what is known
 
@@ -215,7 +215,7 @@ class Planner:
                 longest = max(known, key=lambda outcome: outcome.seconds)
                 self._outcomes.setdefault(hook, {})[i] = longest
 
-    def _problem(self, course: Course) -> Problem | None:
+    def _problem(self, agreed: AgreedState) -> Problem | None:
         """Return the problem of choosing now; None if times, norms or the link are not known."""
         link, step = self._link, self._slowest.step
         if link == UNKNOWN or not step.buckets or len(self._norms) < max(len(self.groups), 1):
@@ -232,9 +232,9 @@ class Planner:
             link.network(self.size),
             link.backend(self.backend),
             self._slowest.cores,
-            self._limit(course),
+            self._limit(agreed),
         )
-        return without_contention(problem, course.plan.hook_of())
+        return without_contention(problem, agreed.plan.hook_of())
 
     def _choices(self, group: int, overheads: Mapping[str, float]) -> Iterator[tuple[str, Choice]]:
         own = self.groups[group]
@@ -264,7 +264,7 @@ class Planner:
         tried = {group: tried[group]} if group in tried else tried
         return max((fmean(each.values()) for each in (lost, tried) if each), default=math.inf)
 
-    def _limit(self, course: Course) -> float:
+    def _limit(self, agreed: AgreedState) -> float:
         """Return the limit: of a reference, its error on the whole model, also where it is exact.
 
         That of the plan in use while the reference was not tried.
@@ -273,66 +273,66 @@ class Planner:
         if not isinstance(reference, str):
             return reference
         if reference not in self._outcomes:
-            return course.plan.limit
+            return agreed.plan.limit
         squares = ((self._error(i, reference) * norm) ** 2 for i, norm in norms.items())
         return relative(squares, norms.values())
 
     # --------------------------------------------------------------------------- what is decided
 
-    def _go_on(self, problem: Problem, course: Course, step: int, period: int) -> Course:
-        """Return the course with a check whose report is about ``period`` steps later."""
-        used = problem.assignment(course.plan.hook_of())
+    def _go_on(self, problem: Problem, agreed: AgreedState, step: int, period: int) -> AgreedState:
+        """Plan a check whose report is about ``period`` steps later."""
+        used = problem.assignment(agreed.plan.hook_of())
         metrics = {
-            "plans": float(len(course.history)),
-            "error": course.plan.error if used is None else problem.error_of(used),
+            "plans": float(len(agreed.history)),
+            "error": agreed.plan.error if used is None else problem.error_of(used),
             "limit": problem.error,
-            "predicted_seconds": course.plan.after.step_seconds,
+            "predicted_seconds": agreed.plan.after.step_seconds,
             "link_megabits_per_second": 8e-6 / max(self._link.byte_seconds, 1e-15),
             "link_round_microseconds": self._link.round_seconds * 1e6,
             "step_seconds": self._slowest.step_seconds,
         }
-        course = self._check(course, step + max(period - _TIMED, 2), self._regular)
-        return replace(course, metrics=metrics)
+        agreed = self._check(agreed, step + max(period - _TIMED, 2), self._regular)
+        return replace(agreed, metrics=metrics)
 
     def _change(
-        self, problem: Problem, before: Course, plan: Plan, step: int, reason: str
-    ) -> Course:
+        self, problem: Problem, before: AgreedState, plan: Plan, step: int, reason: str
+    ) -> AgreedState:
         hooks, plain = before.plan.hook_of(), problem.plain
         changes = sum(hooks.get(n, plain) != hook for n, hook in plan.hook_of().items())
         seconds = plan.after.step_seconds, self._link.byte_seconds
         decision = Decision(step, reason, changes, plan.error, plan.limit, *seconds)
-        course = replace(before, plan=plan, history=(*before.history, decision))
+        agreed = replace(before, plan=plan, history=(*before.history, decision))
         # Nothing is measured for a long time if it cannot pay.
-        period = self._period(course, step) if self._outcomes else self.replan
-        return self._go_on(problem, course, step, period)
+        period = self._period(agreed, step) if self._outcomes else self.replan
+        return self._go_on(problem, agreed, step, period)
 
-    def _why_exact(self, problem: Problem, course: Course) -> str:
+    def _why_exact(self, problem: Problem, agreed: AgreedState) -> str:
         """Return why no hook can save enough, an empty text if one may."""
         sending = math.fsum(problem.costs(g, problem.plain)[1] for g in problem.groups)
         share = sending / self._slowest.step_seconds
-        if share >= LEAST_SAVING or course.plan.error > 0:
+        if share >= LEAST_SAVING or agreed.plan.error > 0:
             return ""
         return (
             f"Average exactly: a hook that sends nothing saves {share:.1%} of a step, and a plan "
             f"has to save {LEAST_SAVING:.0%}."
         )
 
-    def _why_new(self, problem: Problem, course: Course, since: int) -> str:
+    def _why_new(self, problem: Problem, agreed: AgreedState, since: int) -> str:
         """Return why to make a new plan ``since`` steps after the last one, or an empty text."""
-        used, limit = problem.assignment(course.plan.hook_of()), problem.error
+        used, limit = problem.assignment(agreed.plan.hook_of()), problem.error
         error = math.inf if used is None else problem.error_of(used)
         if error > _BEYOND_LIMIT * limit:
             return f"the error of the plan is {error:.3g}, its limit {limit:.3g}"
-        before, now = course.history[-1].byte_seconds, self._link.byte_seconds
+        before, now = agreed.history[-1].byte_seconds, self._link.byte_seconds
         if abs(now - before) > _OTHER_RATE * before:
             rates = (8e-6 / max(each, 1e-15) for each in (before, now))
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
         return self._regular if since >= self.replan else ""
 
-    def _check(self, course: Course, start: int, reason: str) -> Course:
+    def _check(self, agreed: AgreedState, start: int, reason: str) -> AgreedState:
         """Time steps, probe the link, and compare what the lossy hooks in use return."""
         elements = probe_elements(self._link, self.model_bytes, self.size)
-        return replace(course, start=start, reason=reason, trials={}, probe=elements)
+        return replace(agreed, start=start, reason=reason, trials={}, probe=elements)
 
     def _trials(self) -> dict[int, list[str]]:
         """Return the candidates for the largest groups, and for those of most norm the reference.
@@ -348,12 +348,12 @@ class Planner:
         every = [*hooks, *(hook for hook in reference if hook not in hooks)]
         return {i: every if i in free else reference for i in sorted([*free, *fixed])}
 
-    def _period(self, course: Course, step: int) -> int:
+    def _period(self, agreed: AgreedState, step: int) -> int:
         """Return the steps until the next check, such that checks take 1 % of the time."""
         period = math.ceil(self._spent_seconds / (_SHARE * self._slowest.step_seconds))
-        hooks = set(course.plan.hook_of().values())
+        hooks = set(agreed.plan.hook_of().values())
         period = max(period, _NATIVE_CHECK if len(hooks) == 1 else _FIRST_CHECK)
-        if course.plan.error > 0:  # which grows after a change
-            changed = next((each.step for each in reversed(course.history) if each.changes), 0)
+        if agreed.plan.error > 0:  # which grows after a change
+            changed = next((each.step for each in reversed(agreed.history) if each.changes), 0)
             period = min(period, max(step - changed, _FIRST_CHECK))
         return min(period, self.replan)

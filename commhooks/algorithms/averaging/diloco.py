@@ -102,7 +102,7 @@ class DiLoCo(LocalSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._turns = Turns(self.start_step, self.period, self.fragments)
+        self._schedule = FragmentSchedule(self.start_step, self.period, self.fragments)
         self._pending: dict[str, Pending] = {}
         self._progress = Progress(set())
         self._step = -1
@@ -136,7 +136,7 @@ class DiLoCo(LocalSteps):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError for unequal nodes or more fragments than parameters or units."""
         super().prepare(parameters, group)
-        self._turns.divide(parameters, self.model_info.units)
+        self._schedule.assign(parameters, self.model_info.units)
 
     def bucket_key(self, parameter: str) -> Hashable:  # noqa: ARG002
         """Return the same key for all: the inner hook gets buckets of its own."""
@@ -153,7 +153,7 @@ class DiLoCo(LocalSteps):
         if bucket.step != self._step:
             self._begin_step(bucket.step)
         parameters = dict(zip(bucket.names, parameters_of(bucket), strict=True))
-        may_anchor = not self._has_recovered or self._turns.is_any_due(bucket.step)
+        may_anchor = not self._has_recovered or self._schedule.is_any_due(bucket.step)
         new = {n: p for n, p in parameters.items() if may_anchor and n not in self.state}
         due = {n: p for n, p in parameters.items() if self._sends(n, bucket.step)}
         part = self._part(bucket, due) if due else None  # numbered before the first await
@@ -171,7 +171,7 @@ class DiLoCo(LocalSteps):
 
     def _begin_step(self, step: int) -> None:
         self._step = step
-        names = self._turns.names
+        names = self._schedule.names
         self._progress = Progress({name for name in names if self._sends(name, step)})
 
     async def _anchor(
@@ -189,7 +189,7 @@ class DiLoCo(LocalSteps):
 
     def _sends(self, name: str, step: int) -> bool:
         """Return whether an outer gradient is due, of a parameter that has an anchor."""
-        return name in self.state and self._turns.is_due(name, step)
+        return name in self.state and self._schedule.is_due(name, step)
 
     def _subtract(self, due: Mapping[str, Tensor], part: GradBucket) -> None:
         """Write the outer gradients of this rank into their bucket."""
@@ -216,7 +216,8 @@ class DiLoCo(LocalSteps):
 
     def _has_arrived(self, name: str, step: int) -> bool:
         # In a step in which it was to arrive, the bucket may have been left out.
-        return self._turns.is_due(name, step) or self._turns.since(name, step) >= self.delay
+        schedule = self._schedule
+        return schedule.is_due(name, step) or schedule.steps_since_due(name, step) >= self.delay
 
     async def _send(
         self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
@@ -310,7 +311,7 @@ class DiLoCo(LocalSteps):
             list(due),
             index=index,
             is_last=is_last,
-            step=self._turns.round(bucket.step),
+            step=self._schedule.round(bucket.step),
             left_out=bucket.left_out,
         )
 
@@ -318,17 +319,17 @@ class DiLoCo(LocalSteps):
         if bucket.step == self.start_step:
             return self.mean_bytes(bucket, size)
         parameters = zip(bucket.names, parameters_of(bucket), strict=True)
-        due = {n: p for n, p in parameters if self._turns.is_due(n, bucket.step)}
+        due = {n: p for n, p in parameters if self._schedule.is_due(n, bucket.step)}
         if not due:
             return 0
         part = self._outer_bucket(bucket, due, 0, is_last=True)
         return self.inner.wire_bytes(part, size)
 
     def sends(self, step: int) -> bool:
-        return step <= self.start_step or self._turns.is_any_due(step)
+        return step <= self.start_step or self._schedule.is_any_due(step)
 
     def takes(self, step: int) -> bool:
-        return step <= self.start_step or self._turns.is_any_due(step - self.delay)
+        return step <= self.start_step or self._schedule.is_any_due(step - self.delay)
 
     def commit(self) -> None:
         super().commit()
@@ -417,7 +418,7 @@ class Pending(NamedTuple):
 
 
 @dataclass
-class Turns:
+class FragmentSchedule:
     """The steps in which each of ``fragments`` parts of a model is due.
 
     Fragment f is due in steps t > ``start`` with t - start = ⌊f·period/fragments⌋ modulo period.
@@ -428,7 +429,7 @@ class Turns:
     fragments: int
     _fragment_of: dict[str, int] = field(default_factory=dict)
 
-    def divide(
+    def assign(
         self, parameters: Mapping[str, Tensor], units: Sequence[Sequence[str]] | None = None
     ) -> None:
         """Divide the parameters, in the model's order, into fragments of about equal size.
@@ -459,14 +460,14 @@ class Turns:
 
     def is_due(self, name: str, step: int) -> bool:
         """Return whether the fragment of a parameter is due in a step."""
-        return step > self.start and self.since(name, step) == 0
+        return step > self.start and self.steps_since_due(name, step) == 0
 
     def is_any_due(self, step: int) -> bool:
         """Return whether any fragment is due in a step."""
         offsets = {fragment * self.period // self.fragments for fragment in range(self.fragments)}
         return step > self.start and (step - self.start) % self.period in offsets
 
-    def since(self, name: str, step: int) -> int:
+    def steps_since_due(self, name: str, step: int) -> int:
         """Return the number of steps since the latest one in which the fragment could be due."""
         offset = self._fragment_of.get(name, 0) * self.period // self.fragments
         return (step - self.start - offset) % self.period

@@ -213,8 +213,8 @@ class Quantized(KeepsErrors):
 
 
 @dataclass
-class Biased(Quantized):
-    """Base of hooks that are biased in each step but exact over steps: errors are sent later."""
+class QuantizedWithFeedback(Quantized):
+    """Base of quantizing hooks with optional error feedback."""
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""

@@ -11,14 +11,14 @@ Douillard et al.: Streaming DiLoCo, https://arxiv.org/abs/2501.18512.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from commhooks.algorithms.quantized.base import Biased
+from commhooks.algorithms.quantized.base import QuantizedWithFeedback
 from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NVFP4, Format
 from commhooks.hook.registry import register_hook
 
 
 @register_hook("fp8")
 @dataclass
-class Fp8(Biased):
+class Fp8(QuantizedWithFeedback):
     """Average in 8-bit floating point with a scale per block: a quarter of the bytes of float32.
 
     ::
@@ -40,7 +40,7 @@ class Fp8(Biased):
 
 @register_hook("fp4")
 @dataclass
-class Fp4(Biased):
+class Fp4(QuantizedWithFeedback):
     """Average in 4-bit floating point: 1/7 of the bytes of float32.
 
     ::

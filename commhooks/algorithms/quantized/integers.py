@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from commhooks.algorithms.quantized.base import Biased
+from commhooks.algorithms.quantized.base import QuantizedWithFeedback
 from commhooks.codecs.block import BlockSize
 from commhooks.codecs.formats import Format, integers
 from commhooks.hook.registry import register_hook
@@ -10,7 +10,7 @@ from commhooks.hook.registry import register_hook
 
 @register_hook("int8")
 @dataclass
-class Int8(Biased):
+class Int8(QuantizedWithFeedback):
     """Average in 8-bit integers with a scale per block: a quarter of the bytes of float32.
 
     ::
@@ -55,7 +55,7 @@ class Int4(Int8):
 
 @register_hook("int2")
 @dataclass
-class Int2(Biased):
+class Int2(QuantizedWithFeedback):
     """Average in 2-bit integers with a scale per block: 1/13 of the bytes of float32.
 
     ::

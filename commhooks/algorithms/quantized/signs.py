@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from commhooks.algorithms.bucket_memory import ErrorDtype
-from commhooks.algorithms.quantized.base import Biased, Quantized
+from commhooks.algorithms.quantized.base import Quantized, QuantizedWithFeedback
 from commhooks.codecs.block import BlockSize
 from commhooks.codecs.formats import Format, signs
 from commhooks.hook.registry import register_hook
@@ -50,7 +50,7 @@ class OneBit(Quantized):
 
 @register_hook("signsgd")
 @dataclass
-class SignSGD(Biased):
+class SignSGD(QuantizedWithFeedback):
     """Average in signs, one bit per number: 1/25 of the bytes of float32.
 
     ::

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from commhooks.algorithms.bucket_memory import ErrorDtype, KeepsErrors
-from commhooks.algorithms.sparse.selection import kept_elements
+from commhooks.algorithms.sparse.selection import elements_to_send
 from commhooks.hook.options import Limits
 from reducer import GradBucket
 
@@ -42,7 +42,7 @@ class WarmedUp(SparseHook):
     def capturable_from(self) -> int | None:
         return None if self.error_dtype else self.warmup_steps
 
-    def kept(self, bucket: GradBucket, numel: int) -> int:
+    def sent_elements(self, bucket: GradBucket, numel: int) -> int:
         """Return how many of ``numel`` elements of a bucket are sent in its step.
 
         Gradients change fastest in the first steps, and what is not sent then is out of date when
@@ -52,4 +52,4 @@ class WarmedUp(SparseHook):
         if bucket.step < self.warmup_steps:
             decay = math.pow(density / self.warmup_density, bucket.step / self.warmup_steps)
             density = max(density, self.warmup_density * decay)
-        return kept_elements(density, numel)
+        return elements_to_send(density, numel)

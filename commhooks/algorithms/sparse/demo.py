@@ -37,7 +37,7 @@ from commhooks.algorithms.sparse.messages import (
     gather_bytes,
     to_memory_dtype,
 )
-from commhooks.algorithms.sparse.selection import kept_elements, select_largest_of_chunks
+from commhooks.algorithms.sparse.selection import elements_to_send, select_largest_of_chunks
 from commhooks.codecs.finite import copy_if, is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.derived_bucket import bucket_with
@@ -110,7 +110,7 @@ class DeMo(SparseHook):
 
     @property
     def _per_tile(self) -> int:
-        return kept_elements(self.density, self.tile**2)
+        return elements_to_send(self.density, self.tile**2)
 
     def _inverse(self, bucket: GradBucket, coefficients: Tensor) -> Tensor:
         """Return the flat tensor, in the bucket's order, that has these coefficients."""

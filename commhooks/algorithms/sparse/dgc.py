@@ -101,7 +101,7 @@ class DGC(WarmedUp):
         error = self._errors.of(bucket, self.state)
         u = self._clip(to_memory_dtype(buffer), comm.size)
         v = correct_momentum(u, velocity, error, self.momentum)
-        k = self.kept(bucket, buffer.numel())
+        k = self.sent_elements(bucket, buffer.numel())
         indices = select_largest(v, None, k)
         own = SparseVector.of(v, indices, buffer.dtype)
         gathered = await gather(own, [k] * comm.size, comm)
@@ -112,7 +112,7 @@ class DGC(WarmedUp):
         return gathered.commit(v, error, buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return gather_bytes(bucket, self.kept(bucket, bucket.buffer().numel()), size)
+        return gather_bytes(bucket, self.sent_elements(bucket, bucket.buffer().numel()), size)
 
     def _clip(self, gradient: Tensor, size: int) -> Tensor:
         """Scale the gradient down in place. Non-finite elements become NaN."""

@@ -28,10 +28,10 @@ from commhooks.algorithms.sparse.messages import to_memory_dtype
 from commhooks.algorithms.sparse.selection import (
     add_and_check,
     draw_indices,
-    kept_elements,
+    elements_to_send,
 )
 from commhooks.algorithms.sparse.shared_topk import average_at
-from commhooks.codecs.finite import mark
+from commhooks.codecs.finite import poison
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Limits
@@ -80,7 +80,7 @@ class RandomK(SparseHook):
             else:
                 # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
                 own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
-            mark(own, is_damaged)
+            poison(own, is_damaged)
             return await average_at(
                 indices, own, total=total, error=error, buffer=buffer, comm=comm
             )
@@ -89,4 +89,4 @@ class RandomK(SparseHook):
         return all_reduce_bytes(self._k(bucket) * bucket.buffer().dtype.itemsize, size)
 
     def _k(self, bucket: GradBucket) -> int:
-        return kept_elements(self.density, bucket.buffer().numel())
+        return elements_to_send(self.density, bucket.buffer().numel())

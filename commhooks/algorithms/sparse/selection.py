@@ -28,7 +28,7 @@ _SELECTED = 4  # its position in the state, in words of 64 bits
 _REFINING_BLOCKS = 1024
 
 
-def kept_elements(density: float, numel: int) -> int:
+def elements_to_send(density: float, numel: int) -> int:
     """Return ``density * numel`` as an integer, at least 1 unless there are no elements."""
     return min(numel, max(1, round(density * numel)))
 

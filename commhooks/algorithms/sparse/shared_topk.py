@@ -37,7 +37,7 @@ from commhooks.algorithms.sparse.messages import (
     write_message,
 )
 from commhooks.algorithms.sparse.selection import add_and_check, scatter_add, select_largest
-from commhooks.codecs.finite import copy_if, is_known_false, mark, select
+from commhooks.codecs.finite import copy_if, is_known_false, poison, select
 from commhooks.codecs.index_code import IndexCode, words_of
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
@@ -75,11 +75,12 @@ class SharedTopK(WarmedUp):
         with self._error(bucket, comm) as error:
             total = to_memory_dtype(buffer)
             is_damaged = add_and_check(total, error)
-            indices, intact = await _choose_in_turn(total, partial(self.kept, bucket), comm)
+            count = partial(self.sent_elements, bucket)
+            indices, intact = await _choose_in_turn(total, count, comm)
             # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
             share = total.index_select(0, indices) / comm.size
             share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
-            mark(share, is_damaged | ~intact)
+            poison(share, is_damaged | ~intact)
             if comm.wants_contribution and self.tells_contribution:
                 sent = share.to(total.dtype) * comm.size
                 comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)
@@ -89,7 +90,7 @@ class SharedTopK(WarmedUp):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         numel, itemsize = bucket.buffer().numel(), bucket.buffer().itemsize
-        code = _code(numel, size, partial(self.kept, bucket))
+        code = _code(numel, size, partial(self.sent_elements, bucket))
         if code is None:
             return all_reduce_bytes(numel * itemsize, size)
         values = all_reduce_bytes(code.count * size * itemsize, size)

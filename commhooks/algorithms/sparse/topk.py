@@ -96,13 +96,13 @@ class TopK(WarmedUp):
         """Return how many elements are sent of a bucket."""
         numel = bucket.buffer().numel()
         if self.chunk is None:
-            return self.kept(bucket, numel)
+            return self.sent_elements(bucket, numel)
         whole, rest = divmod(numel, self.chunk)
         return whole * self._per_chunk(bucket) + min(rest, self._per_chunk(bucket))
 
     def _per_chunk(self, bucket: GradBucket) -> int:
         assert self.chunk is not None
-        return self.kept(bucket, self.chunk)
+        return self.sent_elements(bucket, self.chunk)
 
     def _codec(self, bucket: GradBucket) -> BlockCodec | None:
         return None if self.bits is None else _codec(self.bits, self._per_chunk(bucket))

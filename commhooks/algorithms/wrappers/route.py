@@ -231,9 +231,7 @@ class Routing:
 _ROLES = ("@1d", "@embedding", "@output")
 
 
-def predicate_of(
-    rule: str, path: str, roles: Mapping[str, Role] | None, owner: str
-) -> Predicate:
+def predicate_of(rule: str, path: str, roles: Mapping[str, Role] | None, owner: str) -> Predicate:
     """Parse a rule: option ``path`` of the hook ``owner``. ``roles`` are of parameters."""
     if rule in _ROLES:
         return partial(_has_role, rule, roles, owner)

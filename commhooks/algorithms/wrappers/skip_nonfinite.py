@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.codecs.finite import all_finite, is_known_false, mark, select
+from commhooks.codecs.finite import all_finite, is_known_false, poison, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
@@ -119,7 +119,7 @@ class SkipNonfinite(CommHook):
         if is_known_false(vote):
             self._withheld += bucket.names
             return self._drop(bucket, ~is_dropped)
-        mark(buffer, is_dropped)  # for the inner hook: see Note [Dropped steps]
+        poison(buffer, is_dropped)  # for the inner hook: see Note [Dropped steps]
         index, self._passed_on = self._passed_on, self._passed_on + 1
         if self._withheld:  # number the bucket without those that the inner hook does not get
             bucket = bucket_with(bucket, buffer, index=index, withheld=self._withheld)

@@ -84,8 +84,8 @@ def clock_of(device: torch.device) -> Clock:
 
 
 @dataclass
-class Run:
-    """The own work of a hook before, between and after its ``collectives``."""
+class HookTiming:
+    """Time a hook spends on its own work, around each collective."""
 
     clock: Clock = HOST
     collectives: list[tuple[str, int]] = field(default_factory=list)

@@ -17,8 +17,8 @@ import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive import measurement, planner
 from commhooks.algorithms.adaptive.link import UNKNOWN, Probe
-from commhooks.algorithms.adaptive.planner import Course
-from commhooks.algorithms.wrappers.timing import Run
+from commhooks.algorithms.adaptive.planner import AgreedState
+from commhooks.algorithms.wrappers.timing import HookTiming
 from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import hook_spec
@@ -83,7 +83,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 # ---------------------------------------------------------------------------------- on two ranks
 
 
-def fixed_seconds(run: Run) -> tuple[float, ...]:
+def fixed_seconds(run: HookTiming) -> tuple[float, ...]:
     return 1e-4, *(0.0 for _ in run.collectives)
 
 
@@ -95,7 +95,7 @@ class Links:
         stack.enter_context(patch.object(planner, "link_of", lambda *_: self.probe))
         stack.enter_context(patch.object(planner, "_SHARE", 1e9))
         stack.enter_context(patch.object(planner, "_NATIVE_CHECK", 10))
-        stack.enter_context(patch.object(Run, "local_seconds", property(fixed_seconds)))
+        stack.enter_context(patch.object(HookTiming, "local_seconds", property(fixed_seconds)))
 
 
 def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> dict[str, Tensor]:
@@ -112,15 +112,15 @@ def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> d
     return found
 
 
-def course_of(hook: Any) -> Course | None:
+def agreed_of(hook: Any) -> AgreedState | None:
     """What ranks have agreed on, if they measure."""
-    found: Course = hook._measuring.course
+    found: AgreedState = hook._measuring.agreed
     return None if found.start is None else found
 
 
 def agree(hook: Any) -> Plan:
     """Check that all ranks have agreed on the same; return the plan."""
-    own = hook.plan.to_json(), hook.history, course_of(hook), hook._table.table
+    own = hook.plan.to_json(), hook.history, agreed_of(hook), hook._table.table
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, own)
     assert all(other == own for other in others)
@@ -226,7 +226,7 @@ def compare_errors(rank: int, size: int) -> None:
             rests = {name: hook._table.residual(size, name, g) for name, g in gradients.items()}
             found = trainer.step(gradients)
             measured = hook._measuring
-            if not (course := course_of(hook)) or not course.is_check(step):
+            if not (agreed := agreed_of(hook)) or not agreed.is_check(step):
                 continue
             for (i, _), measured_error in measured.report().errors.items():
                 wrong = right = 0.0

@@ -16,7 +16,7 @@ import commhooks
 from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import ALL, Probe
 from commhooks.algorithms.adaptive.planner import (
-    Course,
+    AgreedState,
     Planner,
     Report,
 )
@@ -37,7 +37,7 @@ def outcome(error: float, *sent: tuple[str, float]) -> Choice:
 
 
 class TwoRanks:
-    """A planner, to which two ranks report, and the course that they follow."""
+    """A planner, to which two ranks report, and what they have agreed on."""
 
     def __init__(
         self,
@@ -49,8 +49,12 @@ class TwoRanks:
     ) -> None:
         of_hooks = hooks, {"allreduce"}, limit
         self.planner = Planner(groups, 4 * ELEMENTS, *of_hooks, 2, "gloo", 500, sent)
-        before = Course() if saved is None else from_json(Course, json.loads(json.dumps(saved)))
-        self.course = self.planner.begin(before, 2)
+        before = (
+            AgreedState()
+            if saved is None
+            else from_json(AgreedState, json.loads(json.dumps(saved)))
+        )
+        self.agreed = self.planner.begin(before, 2)
 
     def report(
         self,
@@ -67,32 +71,32 @@ class TwoRanks:
 
         ``error``: of int4, in trials or in use.
         """
-        course, reports = self.course, []
+        agreed, reports = self.agreed, []
         for i in range(2):  # the second rank is slower
             report = Report(spent_seconds, norms=dict(enumerate(norms)))
             report.outcomes = {
                 (group, hook): outcome(error, ("all_gather", ELEMENTS / 2))
-                for group, hooks in course.trials.items()
+                for group, hooks in agreed.trials.items()
                 for hook in set(hooks) - {"allreduce"}
             }
-            if not course.trials:
+            if not agreed.trials:
                 buckets = tuple(BucketTrace(4 * ELEMENTS, each, 0.0) for each in launches)
                 step = StepTrace(buckets, 0.01, is_native=False)
                 report.step, report.step_seconds, report.cores = step, step_seconds * (1 + i), 2.0
                 report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
-                lossy = self.planner.lossy(self.course)
+                lossy = self.planner.lossy(self.agreed)
                 report.errors = dict.fromkeys(lossy[:1], error)
             reports.append(report)
-        before = len(self.course.history)
+        before = len(self.agreed.history)
         reports = pickle.loads(pickle.dumps(reports))
-        decided = self.planner.decide(reports, self.course, course.report + 1)
-        self.course = pickle.loads(pickle.dumps(decided))
-        found = self.course.history[before:]
+        decided = self.planner.decide(reports, self.agreed, agreed.report + 1)
+        self.agreed = pickle.loads(pickle.dumps(decided))
+        found = self.agreed.history[before:]
         return found[0].reason if found else None
 
     @property
     def hooks(self) -> dict[str, str]:
-        return self.course.plan.hook_of()
+        return self.agreed.plan.hook_of()
 
     @property
     def hook(self) -> str:
@@ -101,7 +105,7 @@ class TwoRanks:
     @property
     def step(self) -> int:
         """When the next report is due."""
-        return self.course.report
+        return self.agreed.report
 
 
 @pytest.fixture
@@ -116,20 +120,20 @@ def ranks() -> TwoRanks:
 
 def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> None:
     ranks = TwoRanks()
-    course = ranks.course
-    assert (course.start, course.report, course.probe) == (2, 6, 2**20 // 4)
-    assert [step for step in range(10) if course.is_check(step)] == [5]
+    agreed = ranks.agreed
+    assert (agreed.start, agreed.report, agreed.probe) == (2, 6, 2**20 // 4)
+    assert [step for step in range(10) if agreed.is_check(step)] == [5]
     assert ranks.report() is None
-    course = ranks.course
-    assert [step for step in range(20) if course.is_trial(step)] == [*range(8, 16)]
-    assert (course.trials, course.report) == ({0: ["allreduce", "int4"]}, 16)
+    agreed = ranks.agreed
+    assert [step for step in range(20) if agreed.is_trial(step)] == [*range(8, 16)]
+    assert (agreed.trials, agreed.report) == ({0: ["allreduce", "int4"]}, 16)
     assert ranks.report() == "the first plan"
     assert ranks.hook == "int4"
     assert ranks.step == 28  # a check soon: residuals may grow
 
 
 def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
-    metrics = ranks.course.metrics
+    metrics = ranks.agreed.metrics
     assert metrics["step_seconds"] == 2.0  # of the slowest
     assert metrics["link_megabits_per_second"] == pytest.approx(80)
     assert metrics["limit"] == LIMIT
@@ -149,7 +153,7 @@ def test_nothing_is_tried_where_no_hook_can_save_enough() -> None:
     ranks = TwoRanks()
     assert ranks.report(rate=1e9) == "the first plan"
     assert ranks.hook == "allreduce"
-    assert "a hook that sends nothing saves 0.2% of a step" in str(ranks.course.plan)
+    assert "a hook that sends nothing saves 0.2% of a step" in str(ranks.agreed.plan)
     assert ranks.step > 500
     assert ranks.report(rate=1e7) is None  # it looks again, and now tries the candidates
     assert ranks.report() == "500 steps since the last plan"
@@ -165,7 +169,7 @@ def test_checks_come_soon_after_a_new_plan_then_take_a_hundredth_of_the_time(
     ranks: TwoRanks,
 ) -> None:
     """Errors grow for some steps with what hooks have not sent."""
-    made, checks = ranks.course.history[0].step, [ranks.step]
+    made, checks = ranks.agreed.history[0].step, [ranks.step]
     while checks[-1] < made + 400:
         assert ranks.report(spent_seconds=4.0) is None  # two steps
         checks.append(ranks.step)
@@ -209,10 +213,10 @@ def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: f
 
 
 def test_every_so_many_steps_candidates_are_tried_again(ranks: TwoRanks) -> None:
-    made = ranks.course.history[0].step
-    while not ranks.course.trials:
+    made = ranks.agreed.history[0].step
+    while not ranks.agreed.trials:
         assert ranks.report() is None
-    assert made + 500 <= ranks.course.start <= made + 520
+    assert made + 500 <= ranks.agreed.start <= made + 520
     assert ranks.report(error=0.9) == "500 steps since the last plan"
     assert ranks.hook == "int4"  # what it has lost in use counts
 
@@ -226,15 +230,15 @@ def test_gradients_that_are_not_finite_are_tried_again() -> None:
 
 
 def test_a_resumed_run_keeps_its_plan_and_measures_again(ranks: TwoRanks) -> None:
-    saved = ranks.course.to_json()
+    saved = ranks.agreed.to_json()
     resumed = TwoRanks(saved=saved)
     assert resumed.hook == "int4"
-    assert resumed.course.metrics["error"] == ranks.course.metrics["error"]
+    assert resumed.agreed.metrics["error"] == ranks.agreed.metrics["error"]
     assert resumed.report() is None
     assert resumed.hook == "int4"
     assert resumed.report() == "new buckets, or a resumed run"
     assert resumed.hook == "int4"
-    assert resumed.course.to_json()["history"][:1] == saved["history"]
+    assert resumed.agreed.to_json()["history"][:1] == saved["history"]
 
 
 def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
@@ -243,12 +247,12 @@ def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
     groups = group_parameters([tuple(parameters)], parameters, {"tokens"}, {})
     ranks = TwoRanks(groups, limit="int4")
     ranks.report(norms=(3.0, 4.0))
-    assert ranks.course.trials == {0: ["int4"], 1: ["allreduce", "int4"]}
+    assert ranks.agreed.trials == {0: ["int4"], 1: ["allreduce", "int4"]}
     ranks.report(norms=(3.0, 4.0), error=0.2)
-    assert ranks.course.metrics["limit"] == pytest.approx(0.2)
+    assert ranks.agreed.metrics["limit"] == pytest.approx(0.2)
     numbers = TwoRanks(groups)  # a number needs no reference
     numbers.report(norms=(3.0, 4.0))
-    assert [groups[i].names for i in numbers.course.trials] == [("w",)]
+    assert [groups[i].names for i in numbers.agreed.trials] == [("w",)]
 
 
 def test_bytes_of_a_group_are_those_of_the_formula() -> None:
@@ -266,9 +270,9 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     ranks.report()
     of_rows = [("all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
     trial = {(0, "powersgd"): replace(outcome(0.1, *of_rows), elements=rows * 64)}
-    ranks.course = ranks.planner.decide([Report(outcomes=trial)], ranks.course, 16)
+    ranks.agreed = ranks.planner.decide([Report(outcomes=trial)], ranks.agreed, 16)
     assert ranks.hook == "powersgd"
-    assert ranks.course.plan.wire_bytes == pytest.approx(of_matrix)
+    assert ranks.agreed.plan.wire_bytes == pytest.approx(of_matrix)
 
 
 def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
@@ -278,11 +282,11 @@ def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     other = {(0, "int4"): outcome(0.1, ("all_reduce", 1.0))}
     for reported in (other, {}):
         reports = [Report(outcomes=trial), Report(outcomes=reported)]
-        again = ranks.planner.decide(reports, ranks.course, 16)
+        again = ranks.planner.decide(reports, ranks.agreed, 16)
         assert not again.history
         assert again.trials
     reports = [Report(outcomes=trial), Report(outcomes=trial)]
-    ranks.course = ranks.planner.decide(reports, ranks.course, 16)
+    ranks.agreed = ranks.planner.decide(reports, ranks.agreed, 16)
     assert ranks.hook == "int4"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import UNKNOWN, Probe, link_of, probe_of
 from commhooks.algorithms.exact import AllReduce
-from commhooks.algorithms.wrappers.timing import HOST, Run
+from commhooks.algorithms.wrappers.timing import HOST, HookTiming
 from commhooks.algorithms.wrappers.trial import Check, draw_sample
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.planning.plan import label_of
@@ -50,7 +50,7 @@ def test_a_core_that_others_use_does_not_make_a_hook_slower() -> None:
     async def preempted() -> None:
         time.sleep(0.3)  # as if another thread had the core
 
-    seen = Run()
+    seen = HookTiming()
     with suppress(StopIteration):
         seen.observe(preempted()).send(None)
     assert sum(seen.local_seconds) < 0.1

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, course_of, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, agreed_of, train
 from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.adaptive import link, measurement
 from commhooks.algorithms.adaptive.link import Probe
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.planner import Course, Planner
+from commhooks.algorithms.adaptive.planner import AgreedState, Planner
 from commhooks.algorithms.wrappers.table import HookTable, residual_of
 from commhooks.algorithms.wrappers.timing import HOST
 from commhooks.algorithms.wrappers.trial import Trial, relative_error, squares_of
@@ -44,8 +44,8 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         train(trainer, rank, range(6))
-        decide.side_effect = lambda _planner, _reports, course, _step: course
-        train(trainer, rank, range(6, course_of(hook).report + 2))
+        decide.side_effect = lambda _planner, _reports, agreed, _step: agreed
+        train(trainer, rank, range(6, agreed_of(hook).report + 2))
         reports = decide.call_args.args[1] if rank == 0 else []  # which decides
         assert len(reports) == (0 if rank else size)
         for report in reports:
@@ -71,11 +71,11 @@ def try_topk(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=[TOPK])
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not hook._measuring._reads or not course_of(hook).trials:
+        while not hook._measuring._reads or not agreed_of(hook).trials:
             trainer.step(draw_gradients(PARAMETERS, rank, step))
             step += 1
-        course = course_of(hook)
-        steps = [draw_gradients(PARAMETERS, rank, i) for i in range(course.start, course.report)]
+        agreed = agreed_of(hook)
+        steps = [draw_gradients(PARAMETERS, rank, i) for i in range(agreed.start, agreed.report)]
         assert len(steps) > 4
         for (group, spec), outcome in hook._measuring.report().outcomes.items():
             if spec == "allreduce":
@@ -115,7 +115,7 @@ def overlap(rank: int, size: int) -> float:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         step = 0
-        while not ((course := course_of(hook)) and course.is_trial(step)):
+        while not ((agreed := agreed_of(hook)) and agreed.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         hook._measuring._spent_ns, hook._measuring._first_ns = 0, time.monotonic_ns()
@@ -141,7 +141,7 @@ def fail_in_trials(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not ((course := course_of(hook)) and course.is_trial(step)):
+        while not ((agreed := agreed_of(hook)) and agreed.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         train(trainer, rank, range(step, step + 2))
@@ -173,16 +173,16 @@ def drop_a_bucket(rank: int, size: int) -> None:
         options = {"error": 0.3, "candidates": CANDIDATES}
         hook: Any = commhooks.create("skip_nonfinite", inner={"name": "auto", **options})
         trainer, step = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02), 0
-        while not (course := course_of(hook.inner)):
+        while not (agreed := agreed_of(hook.inner)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         assert len(hook.inner._measuring._planned) > 1
-        train(trainer, rank, range(step, course.start + 1))
-        gradients = draw_gradients(PARAMETERS, rank, course.start + 1)
+        train(trainer, rank, range(step, agreed.start + 1))
+        gradients = draw_gradients(PARAMETERS, rank, agreed.start + 1)
         gradients["a"].fill_(torch.nan)
         trainer.step(gradients)
         assert hook.last_step_was_skipped
-        train(trainer, rank, range(course.start + 2, course.start + 20))
+        train(trainer, rank, range(agreed.start + 2, agreed.start + 20))
         assert set(agree(hook.inner).hook_of().values()) > {"allreduce"}
 
 
@@ -192,8 +192,8 @@ def test_a_timed_step_without_some_of_the_buckets_is_left_out(run_ranks: Any) ->
 
 @pytest.mark.parametrize(("buckets", "gaps"), [([3, 2, 3, 1], [0.0, 0.02, 0.02]), ([2] * 4, [])])
 def test_times_are_those_of_steps_with_all_buckets(buckets: list[int], gaps: list[float]) -> None:
-    own: Any = Measurement(lambda _: cast("Any", None), {}, HookTable([], {}), HOST, Course())
-    own._planned, own.course = [([], 4)] * 3, Course(start=5)
+    own: Any = Measurement(lambda _: cast("Any", None), {}, HookTable([], {}), HOST, AgreedState())
+    own._planned, own.agreed = [([], 4)] * 3, AgreedState(start=5)
     for step, count in enumerate(buckets, 5):
         milliseconds = 1 + 9 * (step == 5) + 29 * (step == 7)
         own._launches[step] = [10**6 * (1000 * step + milliseconds * i) for i in range(count)]

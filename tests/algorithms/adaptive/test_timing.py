@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, course_of, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, agreed_of, train
 
 import commhooks
 from commhooks.algorithms.adaptive import auto
@@ -98,8 +98,8 @@ def follow_a_device(rank: int, size: int) -> None:
 
 
 def reports_in(hook: Any, step: int) -> bool:
-    course = course_of(hook)
-    return course is not None and step >= course.report
+    agreed = agreed_of(hook)
+    return agreed is not None and step >= agreed.report
 
 
 def test_auto_measures_a_device_that_works_behind_the_host(run_ranks: Any) -> None:

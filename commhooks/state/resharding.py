@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[str, ...]
 """The path of a hook, a parameter or bucket, and a field."""
 
 
-class Spread:
+class Resharding:
     """Converts a state that ranks in the layout ``old`` have saved."""
 
     def __init__(self, hook: CommHook, ranks: Ranks, old: Layout) -> None:
