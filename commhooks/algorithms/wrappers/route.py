@@ -215,10 +215,7 @@ class Routing:
         return await self._hooks[i].reduce(bucket, comm)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        """Return what the hooks send for a bucket, None if one of them has no formula.
-
-        Before registration they are not known, so None as well.
-        """
+        """Return what the hooks send; None before registration, or if one has no formula."""
         if not self.table.keys() >= {*bucket.names}:
             return None
         costs = [
