@@ -255,6 +255,7 @@ def option(name: str, kind: Any, **default: Any) -> None:
         ("model_info", partial(option, "model_info", str, model_info="x")),
         ("extra_state", partial(option, "extra_state", str, extra_state="x")),
         ("state", partial(option, "state", str, state="x")),
+        ("caches", partial(option, "caches", str, caches="x")),
         ("prepare", partial(type, "Value", (Plain,), {"prepare": 3})),
         ("native", partial(type, "Flag", (Plain,), {"native": True})),
         ("bucket_key", partial(option, "bucket_key", str)),
