@@ -1,5 +1,6 @@
 """Plots of comparisons and predictions, with one color per hook."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from commhooks import algorithms
 from commhooks.costs.timeline import Interval, Timing
 from commhooks.costs.units import format_duration, format_rate
 from commhooks.lab.comparison import Comparison
-from commhooks.lab.simulation import Study
+from commhooks.lab.simulation import Study, curve_sizes
 from commhooks.planning import Plan, Problem
 
 GRAY = "#7f8794"
@@ -86,11 +87,12 @@ def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **op
 
 def draw_curves(study: Study, model: str, path: Path) -> None:
     """Draw curves of predicted step times against the number of ranks."""
-    sizes = study.curve_sizes()
+    sizes = curve_sizes(study.network)
 
     def draw(axes: Axes) -> None:
         for hook, style in line_styles(study.hooks).items():
-            axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
+            seconds = [math.nan if s is None else s for s in study.curve(hook, sizes)]
+            axes.plot(sizes, seconds, marker=".", label=hook, **style)
         axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
         axes.axvline(study.network.size, color="lightgray", zorder=0)
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")

@@ -20,11 +20,11 @@ from commhooks.cli.common import (
     usable_hooks,
     write_files,
 )
-from commhooks.costs.prediction import dry_run_sizes
+from commhooks.costs.network import Network
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, measure
+from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, curve_sizes, measure
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
 
@@ -69,8 +69,9 @@ def simulate(
     specs, reasons = usable_hooks(hooks, model, cluster.backend, BASELINE, CAUTIOUS)
     here = cluster.ranks_per_node
     job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
-    known = _measured(job, specs, cluster.world_size, measurements)
-    reasons |= {s.text: reason for s in specs if (reason := known.reason(s)) is not None}
+    known = _measured(job, specs, network, measurements, has_curve=bool(plot or json_file))
+    why = {spec.text: known.reason(spec, network.size) for spec in specs}
+    reasons |= {text: reason for text, reason in why.items() if reason}
     study = Study(
         hooks={str(spec): known.of(spec) for spec in specs if spec.text not in reasons},
         network=network,
@@ -79,31 +80,37 @@ def simulate(
     )
     study = replace(study, speed=cluster.speed_for(study.alone_seconds))
     title = cluster.title(model, study.speed)
-    figures = study.to_json() | {"model": model, "failures": reasons}
-    unwritten = write_files(
-        (plot, draw("draw_curves", study, model)),
-        (json_file, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n")),
-    )
+
+    def write(path: Path) -> None:
+        figures = study.to_json() | {"model": model, "failures": reasons}
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+    unwritten = write_files((plot, draw("draw_curves", study, model)), (json_file, write))
     click.echo(f"{title}\n\n{_table(study, reasons)}")
     Console().print(study.advice, highlight=False)
     show_failures(reasons, unwritten)
 
 
 def _measured(
-    job: Job, specs: Sequence[HookSpec], world_size: int, path: Path | None
+    job: Job, specs: Sequence[HookSpec], network: Network, path: Path | None, *, has_curve: bool
 ) -> Measurements:
-    """Return the measurements in the file; measure missing ones first, and save them."""
-    sizes = dry_run_sizes([world_size], job.ranks_per_node)
+    """Return the measurements in the file; measure missing ones first, and save them.
+
+    What a file gets also serves curves.
+    """
+    sizes = curve_sizes(network) if has_curve or path else [network.size]
     known = Measurements.load(path) if path is not None and path.exists() else None
     if known is not None and known.job != job:
         raise CommHookOptionError(
             f"{path}: expected measurements of {job}, found those of {known.job}; use another file"
         )
-    missing = [
-        spec
-        for spec in specs
-        if known is None or spec not in known or set(sizes) - known.of(spec).by_size.keys()
-    ]
+
+    def is_known(spec: HookSpec) -> bool:
+        if known is None or spec not in known:
+            return False
+        return known.of(spec).has(network.size) or network.size in known.of(spec).failures
+
+    missing = [spec for spec in specs if not is_known(spec)]
     if missing:
         console = Console(stderr=True)
         with console.status(f"measuring {job.model} with {len(missing)} hooks"):

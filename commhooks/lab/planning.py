@@ -24,7 +24,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.costs.backends import Backend, Gloo
 from commhooks.costs.network import Network
-from commhooks.costs.prediction import dry_run_sizes
 from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
@@ -161,8 +160,6 @@ class _GroupedModel(ProfiledModel):
             replace(group, norm=math.sqrt(square))
             for group, (_, square) in zip(groups, plain, strict=True)
         )
-        known = dry_run_sizes([world_size], job.ranks_per_node)
-        self._sizes = [world_size] if world_size in known else known
         self._traces: dict[object, BucketTrace] = {}
         """Traces of dry runs, which groups of the same shapes share."""
 
@@ -222,7 +219,7 @@ class _GroupedModel(ProfiledModel):
         """Return what the hook does with a bucket in a typical step."""
         key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
         if key not in self._traces:
-            runs = self.dry_runs(config, [gradients], self._sizes)
+            runs = self.dry_runs(config, [gradients], [self._world_size])
             _, typical = max(runs.at(self._world_size), key=itemgetter(0))
             self._traces[key] = typical.buckets[0]
         return self._traces[key]

@@ -60,7 +60,7 @@ def test_a_table_of_hooks_and_advice(kept: Path) -> None:
 
 
 @pytest.mark.usefixtures("_measuring_is_an_error")
-@pytest.mark.parametrize("size", ["64", "100000"])
+@pytest.mark.parametrize("size", ["8", "64", "2048"])
 def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, size: str) -> None:
     image = tmp_path / "curves.png"
     figures = tmp_path / "figures.json"
@@ -119,6 +119,37 @@ def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> Non
     after = Measurements.load(kept)
     assert after.dry_runs.keys() - before.dry_runs.keys() == {'{"name": "fp16"}'}
     assert before.dry_runs.items() <= after.dry_runs.items()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "topk:density=0.1",
+        'schedule:stages=[[0,"allreduce"],[1500,{"name":"topk","density":0.1}]]',
+    ],
+)
+def test_collectives_that_depend_on_the_world_size(hook: str, tmp_path: Path) -> None:
+    figures, image = tmp_path / "figures.json", tmp_path / "curves.png"
+    files = ("--json", str(figures), "--plot", str(image))
+    run(*BASIC, "--hook", hook, "--world-size", "8", *files)
+    found = json.loads(figures.read_text())["hooks"]
+    (sparse,) = found.keys() - {"allreduce", "bf16"}
+    assert 0 < found[sparse]["wire_bytes"] < found["allreduce"]["wire_bytes"]
+    assert len(found[sparse]["curve_seconds"]) == 10
+    assert None not in found[sparse]["curve_seconds"]
+
+
+def test_a_hook_that_cannot_be_predicted_among_so_many_ranks(tmp_path: Path) -> None:
+    figures, image = tmp_path / "figures.json", tmp_path / "curves.png"
+    files = ("--json", str(figures), "--plot", str(image))
+    hook = "support.small_models:Gathering"
+    arguments = (*BASIC, "--hook", hook, "--measurements", str(tmp_path / "kept.json"))
+    text = run(*arguments, "--world-size", "4096", *files, status=1)
+    assert f"\nFailed: {hook}: cannot be predicted among 4096 ranks: its wire_bytes()" in text
+    assert list(json.loads(figures.read_text())["hooks"]) == ["allreduce", "bf16"]
+    text = run(*arguments, "--world-size", "8", *files)
+    curve = json.loads(figures.read_text())["hooks"][hook]["curve_seconds"]
+    assert [seconds is None for seconds in curve] == [False] * 7 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -193,4 +224,4 @@ def test_a_hook_that_ends_its_process_does_not_end_the_others() -> None:
     configs: list[dict[str, Any]] = [{"name": "allreduce"}, dying, {"name": "bf16"}]
     found = measure(Job("support.failing:net"), configs, [2])
     assert [config in found for config in configs] == [True, False, True]
-    assert found.reason(dying) == "rank 0 of 2 died with exit code 7"
+    assert found.reason(dying, 2) == "rank 0 of 2 died with exit code 7"

@@ -1,7 +1,10 @@
 """Predictions from dry runs of a few sizes, extrapolated to others."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from typing import NoReturn
 
 import pytest
 
@@ -12,6 +15,7 @@ from commhooks.costs.prediction import (
     DryRuns,
     Prediction,
     bytes_at,
+    complete,
     dry_run_sizes,
     predict,
     seconds_at,
@@ -23,41 +27,110 @@ SIZES = [2, 4, 32]
 ALL = Members(1, spans_nodes=True)
 
 
-def step_trace(size: int, *operations: str) -> StepTrace:
-    collectives = tuple(Collective(name, 1000.0, ALL) for name in operations)
+def step_trace(size: int, operations: Sequence[str], nbytes: float = 1e6) -> StepTrace:
+    collectives = tuple(Collective(name, nbytes, ALL) for name in operations)
     local = (0.001 * size,) * (len(operations) + 1)
-    return StepTrace((BucketTrace(1000, 1.0, 0.0, local, collectives),), 0.5, is_native=False)
+    return StepTrace((BucketTrace(20_000_000, 1.0, 0.0, local, collectives),), 0.5, is_native=False)
+
+
+def runs_of(trace: Callable[[int], StepTrace], sizes: Sequence[int] = SIZES) -> DryRuns:
+    return DryRuns({n: [(1.0, trace(n))] for n in sizes}, 1)
 
 
 def test_only_other_sizes_are_extrapolated():
-    runs = DryRuns({n: [(1.0, step_trace(n, "all_reduce"))] for n in SIZES}, 1)
-    off_the_line = step_trace(100, "all_reduce")
+    runs = runs_of(partial(step_trace, operations=("all_reduce",)))
+    off_the_line = step_trace(100, ("all_reduce",))
     assert DryRuns({**runs.by_size, 4: [(1.0, off_the_line)]}, 1).at(4) == [(1.0, off_the_line)]
-    ((share, larger),) = runs.at(1000)
+    ((share, larger),) = runs.extrapolate(1000)
     assert share == 1.0
     assert larger.buckets[0].local_seconds == pytest.approx((1.0, 1.0))
-    assert larger.buckets[0].collectives == step_trace(1000, "all_reduce").buckets[0].collectives
+    assert larger.buckets[0].collectives == step_trace(1000, ("all_reduce",)).buckets[0].collectives
 
 
 def test_a_single_node_is_not_extrapolated_to_several():
-    by_size = {n: [(1.0, step_trace(n, "all_reduce"))] for n in (4, 8, 64)}
-    inside = {2: [(1.0, step_trace(2))]}  # no collectives between nodes
-    assert DryRuns(inside | by_size, 2).at(1000) == DryRuns(by_size, 2).at(1000)
+    by_size = {n: [(1.0, step_trace(n, ("all_reduce",)))] for n in (4, 8, 64)}
+    inside = {2: [(1.0, step_trace(2, ()))]}  # no collectives between nodes
+    assert DryRuns(inside | by_size, 2).extrapolate(1000) == DryRuns(by_size, 2).extrapolate(1000)
 
 
-def test_a_hook_whose_collectives_depend_on_the_size_is_not_extrapolated():
-    by_size = {n: [(1.0, step_trace(n, *["all_reduce"] * (n // 2)))] for n in SIZES}
-    with pytest.raises(CommHookError, match="among 1000 ranks"):
-        DryRuns(by_size, 1).at(1000)
+def sparse_trace(size: int) -> StepTrace:
+    """A hook that gathers 1 MB of each rank, and sums 20 MB where that sends less."""
+    sums = size * 1e6 > 2 * 20e6
+    return step_trace(size, ("all_reduce" if sums else "all_gather",), 20e6 if sums else 1e6)
+
+
+def sparse_bytes(size: int) -> float:
+    return sparse_trace(size).wire_bytes(size)
+
+
+def refuse(size: int) -> NoReturn:
+    raise CommHookError(f"run dry among {size} ranks")
+
+
+def test_a_hook_that_sends_the_bytes_of_its_formula_is_not_run_dry_in_large_worlds():
+    runs = runs_of(partial(step_trace, operations=("all_gather",)))
+    found = complete(runs, [1000, 70_000], lambda size: (size - 1) * 1e6, refuse)
+    assert found.by_size == runs.by_size
+    assert found.at(1000) == runs.extrapolate(1000)
+    assert all(map(found.has, (1000, 4096, 5000, 100_000)))
+    assert not found.has(16)
+    assert not found.has(1 << 20)
+    with pytest.raises(CommHookError, match="among 1048576 ranks: this size has not been measured"):
+        found.at(1 << 20)
+
+
+def test_a_hook_with_other_collectives_in_larger_worlds_is_run_dry_there():
+    ran = []
+
+    def run(size: int) -> list[tuple[float, StepTrace]]:
+        ran.append(size)
+        return [(1.0, sparse_trace(size))]
+
+    found = complete(runs_of(sparse_trace), [1000, 4096], sparse_bytes, run)
+    assert ran == [64]  # what follows is alike
+    for size in (4, 32, 64, 128, 1000, 1024, 2000, 4096, 1 << 17):
+        ((_, trace),) = found.at(size)
+        assert trace.wire_bytes(size) == pytest.approx(sparse_bytes(size), rel=0.01)
+    assert not found.has(40)  # between two sizes with different collectives
+
+
+def test_a_formula_that_disagrees_is_an_error_where_memory_does_not_suffice():
+    runs = runs_of(partial(step_trace, operations=("all_gather",)))
+    found = complete(runs, [64, 1000], lambda size: 1.5 * size * 1e6, refuse)
+    with pytest.raises(
+        CommHookError, match=r"cannot be predicted among 1000 ranks: .* 1\.5 GB, more than 80 MB"
+    ):
+        found.at(1000)
+    no_formula = complete(runs, [1000], lambda size: None, refuse)
+    with pytest.raises(CommHookError, match=r"among 1000 ranks: .*wire_bytes.* 999 MB, more"):
+        no_formula.at(1000)
+
+
+def test_a_hook_without_a_formula_is_run_dry_where_memory_suffices():
+    runs = runs_of(partial(step_trace, operations=("all_reduce",)))
+    ran = [(1.0, step_trace(64, ("all_reduce",)))]
+    found = complete(runs, [64], lambda size: None, lambda size: ran)
+    assert found.at(64) == ran
+    assert not found.has(128)
+    failed = complete(runs, [64], lambda size: None, refuse)
+    assert failed.failures == {64: "run dry among 64 ranks"}
+
+
+def test_only_runs_with_the_kinds_of_steps_of_the_largest_one_are_extrapolated():
+    """A schedule from summing to a hook that sums in large worlds has one kind there."""
+    first, second = step_trace(2, ("all_reduce",)), step_trace(2, ("all_gather",))
+    by_size = {n: [(0.5, first), (0.5, second)] for n in (2, 4)} | {32: [(1.0, first)]}
+    assert DryRuns(by_size, 1).extrapolate(64) == [(1.0, first)]
 
 
 def test_dry_runs_survive_json():
-    runs = DryRuns({n: [(1.0, step_trace(n, "all_gather"))] for n in SIZES}, 1)
+    runs = runs_of(partial(step_trace, operations=("all_gather",)))
+    runs = replace(runs, confirmed=[64], failures={128: "too large"})
     assert from_json(DryRuns, json.loads(json.dumps(asdict(runs)))) == runs
 
 
 def test_a_field_that_an_older_file_lacks_has_its_default():
-    trace = step_trace(2, "all_gather").buckets[0]
+    trace = step_trace(2, ("all_gather",)).buckets[0]
     data = asdict(trace)
     del data["exchanges"]
     assert from_json(BucketTrace, data) == trace
@@ -69,9 +142,9 @@ def test_a_field_that_an_older_file_lacks_has_its_default():
     ("size", "ranks_per_node", "expected"),
     [
         (4096, 1, [2, 4, 32]),
-        (3, 1, [2, 3, 4, 32]),
+        (3, 1, [3]),
         (4096, 8, [16, 32, 64]),
-        (8, 8, [8, 16, 32, 64]),
+        (8, 8, [8]),
     ],
 )
 def test_sizes_of_dry_runs(size, ranks_per_node, expected):
@@ -104,6 +177,11 @@ def test_zero_bytes_stay_zero():
     assert bytes_at(1000, SIZES, [0, 0, 0]) == 0
 
 
+def test_a_single_size_is_extrapolated_as_it_is():
+    assert seconds_at(62, [32], [4.0]) == 4.0
+    assert bytes_at(62, [32], [4000.0]) == 4000
+
+
 def test_times_follow_a_line_that_does_not_fall():
     assert seconds_at(62, SIZES, [1.0, 5.0, 4.0]) == pytest.approx(7.0)
     assert seconds_at(1000, SIZES, [2.0, 1.0, 1.0]) == 2.0
@@ -118,7 +196,7 @@ def predicted(size: int, *exchanges: BucketTrace) -> Prediction:
     quiet = StepTrace((BucketTrace(0, 0.1, 0.0, (0.0,), ()),), 0.1, is_native=False)
     busy = replace(quiet, buckets=(replace(quiet.buckets[0], exchanges=exchanges),))
     kinds = [(0.75, quiet), (0.25, busy)]
-    runs = DryRuns(dict.fromkeys((2, 4, 8), kinds), 1)
+    runs = DryRuns(dict.fromkeys((2, 4, 8), kinds), 1, confirmed=[16])
     runs = from_json(DryRuns, json.loads(json.dumps(asdict(runs))))
     return predict(runs, Network(size, SLOW, SLOW), NCCL())
 

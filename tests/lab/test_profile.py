@@ -1,5 +1,7 @@
 """A profile shows the buckets of the engine, and dry runs use them."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import nn
 
 import commhooks
 from commhooks.lab.simulation import Job
+from commhooks.lab.simulation.dry_run import stated_bytes
 from commhooks.lab.simulation.measurements import ProfiledModel
 from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
@@ -93,7 +96,7 @@ def test_hooks_know_the_roles_of_parameters() -> None:
 def _among_nodes(rank: int, world_size: int) -> list[str]:
     job = Job("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}
-    runs = ProfiledModel(rank, job, busy=1).dry_run(config, [4, 8, 32])
+    runs = ProfiledModel(rank, job, busy=1).dry_run(config, [1000])
     assert runs is not None
     ((_, trace), *_) = runs.at(1000)
     return [collective.operation for collective in trace.buckets[0].collectives]
@@ -101,3 +104,39 @@ def _among_nodes(rank: int, world_size: int) -> list[str]:
 
 def test_hooks_find_the_ranks_of_a_node_as_a_launcher_tells_them() -> None:
     assert run_ranks(_among_nodes, 1) == [["all_to_all", "all_to_all", "all_gather", "all_gather"]]
+
+
+SPARSE: list[dict[str, Any]] = [
+    {"name": "topk", "density": 0.02},
+    {"name": "dgc", "density": 0.02, "warmup_steps": 0},
+    {"name": "threshold", "value": 0.01},
+    {"name": "schedule", "stages": [[0, "allreduce"], [1500, {"name": "topk", "density": 0.02}]]},
+]
+LARGE = [16, 64, 128, 1024]
+
+
+def _in_large_worlds(rank: int, world_size: int) -> dict[str, list[tuple[float, float | None]]]:
+    """The bytes of predicted and of stated steps, by hook; None for a hook without a formula."""
+    side = ProfiledModel(rank, Job("support.small_models:make", bucket_cap_mb=MB), busy=1)
+    found = {}
+    for config in SPARSE:
+        runs = side.dry_run(config, LARGE)
+        assert runs is not None
+        buckets = side.profile(lambda name: None).buckets
+        found[str(config["name"])] = [
+            (
+                sum(share * trace.wire_bytes(size) for share, trace in runs.at(size)),
+                stated_bytes(config, buckets, side.parameters, size=size),
+            )
+            for size in LARGE
+        ]
+        assert config["name"] != "threshold" or set(LARGE) <= runs.by_size.keys()
+    return found
+
+
+def test_sparse_hooks_send_the_bytes_of_their_formula_in_large_worlds() -> None:
+    (found,) = run_ranks(_in_large_worlds, 1)
+    assert [stated for _, stated in found.pop("threshold")] == [None] * len(LARGE)
+    for name, sent in found.items():
+        for size, (predicted, stated) in zip(LARGE, sent, strict=True):
+            assert predicted == pytest.approx(stated, rel=0.01), (name, size)

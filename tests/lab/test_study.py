@@ -11,10 +11,16 @@ from commhooks.costs.backends import Cost, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.prediction import DryRuns
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.lab.simulation import BASELINE, BreakEvenRates, Study, break_even_rates
+from commhooks.lab.simulation import (
+    BASELINE,
+    BreakEvenRates,
+    Study,
+    break_even_rates,
+    curve_sizes,
+)
 
 ALL = Members(1, spans_nodes=True)
-SIZES = (2, 4, 32)
+SIZES = [1 << power for power in range(1, 18)]
 
 
 def dry_runs(nbytes: float, local: float = 0.0) -> DryRuns:
@@ -22,7 +28,7 @@ def dry_runs(nbytes: float, local: float = 0.0) -> DryRuns:
     collective = Collective("all_reduce", nbytes, ALL)
     bucket = BucketTrace(8_000_000, 0.1, 0.0, (local, 0.0), (collective,))
     step = StepTrace((bucket,), 0.05, is_native=local == 0.0)
-    return DryRuns({size: [(1.0, step)] for size in SIZES}, 1)
+    return DryRuns({size: [(1.0, step)] for size in (2, 4, 32)}, 1, confirmed=SIZES)
 
 
 def study(link: float, size: int = 16, **hooks: DryRuns) -> Study:
@@ -70,7 +76,7 @@ def test_advice_knows_what_small_trainings_lost():
 
 def test_curves_contain_the_size_of_the_network_and_larger_ones():
     found = study(1e9, size=3000)
-    sizes = found.curve_sizes()
+    sizes = curve_sizes(found.network)
     assert sizes[0] == 2
     assert sizes[-1] == 3000
     seconds = found.curve(BASELINE, sizes)
@@ -109,6 +115,13 @@ def test_json_has_all_figures():
     assert found["hooks"][BASELINE]["wire_bytes"] == 15e6
     assert len(found["hooks"]["free"]["curve_seconds"]) == len(found["curve_ranks"])
     assert found["network"]["size"] == 16
+
+
+def test_curves_have_gaps_where_nothing_is_known():
+    small = DryRuns({16: dry_runs(4e6).at(16)}, 1)
+    found = study(1e9, small=small)
+    assert found.curve("small", [8, 16]) == [None, found.predictions["small"].step_seconds]
+    assert found.to_json()["hooks"]["small"]["curve_seconds"].count(None) == 9
 
 
 def test_a_hook_may_be_faster_above_a_rate_only():

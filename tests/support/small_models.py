@@ -1,7 +1,9 @@
 """Models that commands find by name, as ``support.small_models:make``."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from commhooks import CommHook, Communicator, GradBucket
 
 
 class Small(nn.Sequential):
@@ -42,3 +44,10 @@ class _Mute(nn.Linear):
 def vectors() -> torch.Tensor:
     """Input for the latter two."""
     return torch.randn(4, 3)
+
+
+class Gathering(CommHook):
+    """Averages with an all-gather of far too much, and has no formula of its bytes."""
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        return (await comm.all_gather(bucket.buffer().repeat(8, 1)))[:, 0].mean(0)

@@ -346,7 +346,7 @@ class Experiment:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
             self.no_study = error
             return
-        reasons = {name: found.reason(config) for name, config in configs.items()}
+        reasons = {name: found.reason(config, size) for name, config in configs.items()}
         self.unpredicted = {name: reason for name, reason in reasons.items() if reason}
         others = figures.keys() - configs.keys() - {BARE.name}
         self.unpredicted |= dict.fromkeys(others, "it is no hook of commhooks")

@@ -8,7 +8,13 @@
 """
 
 from commhooks.lab.simulation.measurements import Job, Measurements, measure
-from commhooks.lab.simulation.study import BASELINE, BreakEvenRates, Study, break_even_rates
+from commhooks.lab.simulation.study import (
+    BASELINE,
+    BreakEvenRates,
+    Study,
+    break_even_rates,
+    curve_sizes,
+)
 
 __all__ = [
     "BASELINE",
@@ -17,5 +23,6 @@ __all__ = [
     "Measurements",
     "Study",
     "break_even_rates",
+    "curve_sizes",
     "measure",
 ]

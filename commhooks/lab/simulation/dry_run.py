@@ -14,6 +14,7 @@ understand. Nothing is sent. Rank 0 does at least as much as any other rank: in 
 """
 
 import gc
+import math
 import os
 import time
 from collections import Counter
@@ -118,6 +119,31 @@ def dry_run(
             traces.append(replace(fastest, exchanges=exchanges))
         found.append((share, StepTrace(tuple(traces), 0.0, is_native=False)))
     return found
+
+
+def stated_bytes(
+    config: Mapping[str, Any],
+    buckets: Sequence[GradBucket],
+    parameters: Mapping[str, Tensor],
+    roles: Mapping[str, Role] | None = None,
+    *,
+    size: int,
+    ranks_per_node: int = 1,
+    first_step: int = 1000,
+) -> float | None:
+    """Return the mean bytes per step by the cost formula of the hook; None if it has none.
+
+    Arguments as in :func:`dry_run`, and the mean is over the same steps.
+    """
+    with as_launched(ranks_per_node), torch.no_grad():
+        hook = create(config)
+        prepare(hook, parameters, fake_group(size), roles)
+        kinds = _typical_steps(hook, buckets, size, first_step)
+        sent = [(share, _sent_bytes(hook, buckets, size, step)) for step, share in kinds.items()]
+    known = [(share, n) for share, of_step in sent for n in of_step if n is not None]
+    if len(known) < len(sent) * len(buckets):
+        return None
+    return math.fsum(share * n for share, n in known)
 
 
 class _Tracer:

@@ -23,7 +23,7 @@ from commhooks.adapters.wrapper import wrap
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import Gloo
-from commhooks.costs.prediction import DryRuns
+from commhooks.costs.prediction import DryRuns, complete, dry_run_sizes
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.options import from_json
@@ -32,7 +32,13 @@ from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of, hook_spec
 from commhooks.lab.machine import check_model, cores, free_memory
 from commhooks.lab.models import ModelError, Workload
-from commhooks.lab.simulation.dry_run import as_launched, check_kernels, dry_run, fake_group
+from commhooks.lab.simulation.dry_run import (
+    as_launched,
+    check_kernels,
+    dry_run,
+    fake_group,
+    stated_bytes,
+)
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
@@ -72,9 +78,15 @@ class Measurements:
     def __contains__(self, hook: HookLike) -> bool:
         return _hook_key(hook) in self.dry_runs
 
-    def reason(self, hook: HookLike) -> str | None:
-        """Return why a hook cannot be simulated, or None if it can."""
-        return self.reasons.get(_hook_key(hook))
+    def reason(self, hook: HookLike, size: int) -> str | None:
+        """Return why a hook cannot be simulated among ``size`` ranks, or None if it can."""
+        if hook not in self:
+            return self.reasons.get(_hook_key(hook))
+        try:
+            self.of(hook).at(size)
+        except CommHookError as error:
+            return reason_of(error)
+        return None
 
     def of(self, hook: HookLike) -> DryRuns:
         """Return the dry runs of a measured hook."""
@@ -111,8 +123,9 @@ def measure(
 ) -> Measurements:
     """Measure Gloo, the model and the hooks on this machine, which takes seconds to minutes.
 
-    A hook that cannot be simulated is left out, with the reason. Uses ``ranks``, at least 2, if
-    given, else starts processes of its own. If it raises, ``ranks`` cannot be used any more.
+    ``sizes`` are the world sizes to predict. A hook that cannot be simulated is left out, with the
+    reason. Uses ``ranks``, at least 2, if given, else starts processes of its own. If it raises,
+    ``ranks`` cannot be used any more.
 
     Raises ModelError; LimitError and CommHookError if memory or kernels are missing, before
     anything starts; and the error of plain averaging if that cannot be simulated.
@@ -185,7 +198,7 @@ class ProfiledModel:
         job = self.job
         hook = create(config)
         with as_launched(job.ranks_per_node):
-            prepare(hook, self.parameters, fake_group(max(sizes)), self.roles)
+            prepare(hook, self.parameters, fake_group(min(sizes)), self.roles)
         step = self.profile(hook.bucket_key)
         is_native = create(config).native(self.alone) is not None
         job.device.barrier(self._together)
@@ -207,18 +220,18 @@ class ProfiledModel:
     ) -> DryRuns:
         """Trace a hook that averages some buckets in worlds of ``sizes``."""
         names = {name for bucket in buckets for name in bucket.names}
-        run = partial(
-            dry_run,
-            config,
-            buckets,
-            {name: p for name, p in self.parameters.items() if name in names},
-            self.roles,
-            ranks_per_node=self.job.ranks_per_node,
-            first_step=self.job.first_step,
-            is_timed=is_timed,
-            device=self.job.device,
+        parameters = {name: p for name, p in self.parameters.items() if name in names}
+        per_node = self.job.ranks_per_node
+        hook = (config, buckets, parameters, self.roles)
+        launch: dict[str, Any] = {"ranks_per_node": per_node, "first_step": self.job.first_step}
+        run = partial(dry_run, *hook, **launch, is_timed=is_timed, device=self.job.device)
+        runs = DryRuns({n: run(size=n) for n in dry_run_sizes(sizes, per_node)}, per_node)
+        return complete(
+            runs,
+            sizes,
+            lambda size: stated_bytes(*hook, **launch, size=size),
+            lambda size: run(size=size),
         )
-        return DryRuns({size: run(size=size) for size in sizes}, self.job.ranks_per_node)
 
 
 @dataclass

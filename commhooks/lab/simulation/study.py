@@ -92,17 +92,15 @@ class Study:
             lambda rate: self.step_seconds(hook, rate) < self.step_seconds(self.baseline, rate)
         )
 
-    def curve_sizes(self) -> list[int]:
-        """Return world sizes from two nodes up, beyond the size of the network."""
-        per_node = self.network.ranks_per_node
-        longest = max(self.network.size, _LONG_CURVE * per_node)
-        doublings = range(1, math.floor(math.log2(longest / per_node)) + 1)
-        return sorted({self.network.size, *(per_node << power for power in doublings)})
+    def curve(self, hook: str, sizes: Sequence[int]) -> list[float | None]:
+        """Return the simulated seconds per step in worlds of ``sizes``; None if not predictable."""
 
-    def curve(self, hook: str, sizes: Sequence[int]) -> list[float]:
-        """Return the simulated seconds per step in worlds of ``sizes``."""
-        networks = [replace(self.network, size=size) for size in sizes]
-        return [self._simulate(hook, network).step_seconds for network in networks]
+        def seconds(size: int) -> float | None:
+            if not self.hooks[hook].has(size):
+                return None
+            return self._simulate(hook, replace(self.network, size=size)).step_seconds
+
+        return list(map(seconds, sizes))
 
     @property
     def advice(self) -> str:
@@ -115,9 +113,10 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         """Return all predictions in JSON's types.
 
-        ``break_even`` has the ends of the interval in bits per second; null stands for no end.
+        ``break_even`` has the ends of the interval in bits per second; null stands for no end. In
+        ``curve_seconds`` null stands for a size at which the hook cannot be predicted.
         """
-        sizes = self.curve_sizes()
+        sizes = curve_sizes(self.network)
         hooks = {}
         for hook, prediction in self.predictions.items():
             rates = self.break_even(hook)
@@ -137,6 +136,14 @@ class Study:
 
     def _simulate(self, hook: str, network: Network) -> Prediction:
         return predict(self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed)
+
+
+def curve_sizes(network: Network) -> list[int]:
+    """Return world sizes from two nodes up, beyond the size of the network."""
+    per_node = network.ranks_per_node
+    longest = max(network.size, _LONG_CURVE * per_node)
+    doublings = range(1, math.floor(math.log2(longest / per_node)) + 1)
+    return sorted({network.size, *(per_node << power for power in doublings)})
 
 
 def break_even_rates(is_faster: Callable[[float], bool]) -> BreakEvenRates | None:
