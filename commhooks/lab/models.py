@@ -37,7 +37,7 @@ class Workload:
         model: the name of a model, as for :func:`load_model`, or a function or
             class of a module, whose name is kept.
         input: ``package.module:factory`` of a batch, or the factory. A batch is a tensor, a tuple
-            of positional arguments or a dict of keyword arguments. None: the model's own
+            of positional arguments or a mapping of keyword arguments. None: the model's own
             ``example_input()``.
         wrapper: names and values of options of the wrappers, such as ``("bucket_cap_mb", 8)``.
         set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
@@ -83,20 +83,22 @@ class Workload:
         torch.manual_seed(_SEED + 1 + rank)
         if isinstance(batch, tuple):
             return _loss_of(model(*batch))
-        return _loss_of(model(**batch) if isinstance(batch, dict) else model(batch))
+        return _loss_of(model(**batch) if isinstance(batch, Mapping) else model(batch))
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Return the loss in ``output``, or its mean square, which serves as well for timing."""
-    if isinstance(output, Mapping) and "loss" in output:
-        output = output["loss"]
-    output = getattr(output, "loss", output)
-    while isinstance(output, list | tuple) and output:
-        output = output[0]
+    """Return the loss in ``output``, or its mean square, which serves as well for timing.
+
+    Models of Transformers have no loss without labels.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    output = output if loss is None else loss
+    while isinstance(output, Mapping | list | tuple) and output:
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
     if not isinstance(output, Tensor):
         raise ModelError(
-            "expected a model that returns a tensor, a tuple whose first element is a tensor, or "
-            f"an object with a loss; found {type(output).__name__}"
+            "expected a model that returns a tensor, a tuple or dict whose first element is a "
+            f"tensor, or an object with a loss; found {type(output).__name__}"
         )
     return output if output.dim() == 0 else output.square().mean()
 

@@ -2,12 +2,13 @@
 
 import sys
 import types
+from collections import UserDict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from commhooks.lab.models import ModelError, built_in_models, load_model
+from commhooks.lab.models import ModelError, Workload, built_in_models, load_model
 
 # The published numbers of elements and of tensors.
 SIZES = {
@@ -81,3 +82,33 @@ def test_a_factory() -> None:
 def test_errors_say_why_it_is_not_a_model(name: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         load_model(name)
+
+
+class Output(UserDict[str, Tensor]):
+    """As that of a model of Transformers."""
+
+    loss: Tensor | None = None
+
+
+class Summing(nn.Module):
+    """Has a loss if it gets labels."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Output:
+        output = Output(logits=2 * ids, states=ids)
+        if labels is not None:
+            output.loss = output["loss"] = (ids - labels).sum()
+        return output
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_batch_may_be_any_mapping(kind: type) -> None:
+    """That of a tokenizer is a UserDict."""
+    ids, labels = torch.full((3,), 5.0), torch.full((3,), 1.0)
+    workload = Workload("lstm")
+    assert workload.loss(Summing(), kind(ids=ids, labels=labels), 0).item() == 12.0
+    assert workload.loss(Summing(), kind(ids=ids), 0).item() == 100.0  # the mean square of logits
+
+
+def test_an_output_without_a_tensor_is_an_error() -> None:
+    with pytest.raises(ModelError, match="an object with a loss; found NoneType"):
+        Workload("lstm").loss(nn.Identity(), {"input": {"loss": None}}, 0)
