@@ -80,6 +80,7 @@ def compare(
     csv: Path | None,
     plot: Path | None,
     html: Path | None,
+    timeout: float,
     **options: Any,
 ) -> None:
     """Measure hooks on a model, beside torch DDP and the bare model.
@@ -101,7 +102,7 @@ def compare(
             "--world-size and --link are for ranks on this machine; torchrun has started the "
             "ranks, and their own network is measured"
         )
-    with LaunchedRanks(device) if launched else nullcontext() as ranks:
+    with LaunchedRanks(device, timeout) if launched else nullcontext() as ranks:
         is_first = ranks is None or ranks.rank == 0
         status = 0
         try:
@@ -113,6 +114,7 @@ def compare(
                     world_size=world_size or 2,
                     links=links,
                     measure_links=not predict,
+                    timeout=timeout,
                     ranks=ranks,
                     progress=progress,
                 )

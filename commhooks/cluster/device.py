@@ -35,7 +35,7 @@ class Device:
     type: str = "cpu"
 
     @classmethod
-    def choose(cls, found: "Device | str | None") -> "Device":
+    def choose(cls, found: "Device | torch.device | str | None") -> "Device":
         """Return the device of this name.
 
         For None, that of the environment variable COMMHOOKS_DEVICE; without it, "cuda" where torch
@@ -43,6 +43,7 @@ class Device:
         """
         if isinstance(found, Device):
             return found
+        found = str(found) if isinstance(found, torch.device) else found
         has_cuda = torch.cuda.is_available()
         default = os.environ.get(_DEFAULT) if found is None else None
         where = f" in {_DEFAULT}" if default else ""

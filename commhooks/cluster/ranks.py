@@ -171,15 +171,16 @@ class LaunchedRanks(RankCaller, AbstractContextManager["LaunchedRanks"]):
 
     Args:
         device: what the ranks compute on. A default process group must have its backend.
+        timeout: of each collective, in seconds. A default process group keeps its own.
     """
 
-    def __init__(self, device: Device = CPU) -> None:
+    def __init__(self, device: Device = CPU, timeout: float = 600.0) -> None:
         self.device = device
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             if device.backend == NCCL:
                 take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-            dist.init_process_group(device.backend)
+            dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout))
         elif family_named(dist.get_backend()) != device.backend:
             raise DeviceError(
                 f"expected a process group of {device.backend} for ranks on {device}, found "

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import commhooks.cluster.ranks
-from commhooks.cluster import CPU, Device, DeviceError, LaunchedRanks, Ranks
+from commhooks.cluster import CPU, Device, DeviceError, LaunchedRanks, RankPool, Ranks
 from commhooks.cluster.device import take_device
 from commhooks.cluster.group import join_group, local_store
 from commhooks.cluster.links import ShapedLink
@@ -82,7 +84,10 @@ def test_the_environment_chooses_for_those_who_name_no_device() -> None:
     with patch.object(torch.cuda, "is_available", lambda: True):
         os.environ["COMMHOOKS_DEVICE"] = "cpu"
         assert Device.choose(None) == CPU
-        assert Device.choose("cuda") == Device("cuda")
+        assert Device.choose("cuda") == Device.choose(torch.device("cuda")) == Device("cuda")
+        assert Device.choose(torch.device("cpu")) == CPU
+        with pytest.raises(DeviceError, match="found 'cuda:1'; CUDA_VISIBLE_DEVICES"):
+            Device.choose(torch.device("cuda:1"))
         os.environ["COMMHOOKS_DEVICE"] = "tpu"
         with pytest.raises(DeviceError, match=r"'cpu' or 'cuda' in COMMHOOKS_DEVICE, found 'tpu'$"):
             Device.choose(None)
@@ -146,6 +151,26 @@ class OtherGroup:
     @staticmethod
     def get_backend() -> str:
         return "gloo"
+
+
+def group_timeout(rank: int, port: int) -> timedelta:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with patch.dict(os.environ, place), LaunchedRanks(timeout=7.0):
+        assert dist.group.WORLD is not None
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        found: timedelta = backend.options._timeout
+        return found
+
+
+def test_ranks_of_a_job_wait_as_long_as_they_are_told() -> None:
+    pool = RankPool()
+    try:
+        store = local_store()  # its port is free afterwards
+        port = store.port
+        del store
+        assert pool.run(group_timeout, 1, (port,), timeout=60) == [timedelta(seconds=7)]
+    finally:
+        pool.close()
 
 
 def test_a_group_of_another_backend_is_refused() -> None:
