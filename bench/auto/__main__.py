@@ -75,18 +75,21 @@ def measure(point: Point, uniform: Sequence[str]) -> Row:
 
 
 def _within_the_limit(ranks: Ranks, uniform: Sequence[str]) -> dict[str, Row]:
-    """Begin to train with each uniform setting; return those whose errors are within the limit."""
+    """Begin to train with each uniform setting; return those whose errors are within the limit.
+
+    The limit is the error of the reference, which is trained for it in any case.
+    """
     errors: dict[str, float] = {}
-    for spec in uniform:
+    for spec in {REFERENCE: None, **dict.fromkeys(uniform)}:
         ranks.do(Trainings.add, spec)
         errors[spec] = 0.0
         if not is_lossless(hook_spec(spec).create()):
             ranks.do(Trainings.do, spec, Training.seconds, EFFORT["error_after"])
             errors[spec] = _error(ranks, spec)
-    for spec in errors:
-        if errors[spec] > errors[REFERENCE]:
-            ranks.do(Trainings.drop, spec)
-    return {spec: {"error": e} for spec, e in errors.items() if e <= errors[REFERENCE]}
+    within = [spec for spec in uniform if errors[spec] <= errors[REFERENCE]]
+    for spec in errors.keys() - set(within):
+        ranks.do(Trainings.drop, spec)
+    return {spec: {"error": errors[spec]} for spec in within}
 
 
 def _take_turns(ranks: Ranks, settings: dict[str, Row]) -> None:

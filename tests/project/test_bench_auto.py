@@ -37,6 +37,19 @@ def test_a_point_is_measured_once_and_shown(
     assert text.count("\n| ") == 1 + len(settings)
 
 
+@pytest.mark.exhaustive
+def test_the_reference_need_not_be_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "auto.json"
+    monkeypatch.setattr(bench, "POINTS", [Point("tiny", 0)])
+    less = {"warm_up": 1, "blocks": 1, "block_steps": 1, "error_steps": 1, "error_after": 1}
+    monkeypatch.setattr(bench, "EFFORT", bench.EFFORT | less)
+    bench.main([str(path), "--setting=bf16"])
+    (point,) = json.loads(path.read_text())["points"]
+    assert point["settings"].keys() == {"auto", "bf16"}
+
+
 def test_an_interval_contains_the_median_and_narrows() -> None:
     (few, low, high), (many, *ends) = (tables.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
     assert low <= few == many == 1.0 <= high
