@@ -18,13 +18,14 @@ except ImportError as error:
         "pip install 'commhooks[tensorboard]'"
     ) from error
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from commhooks.adapters.handle import HookHandle
 from commhooks.hook.base import CommHook, tree
 
-_written: "WeakKeyDictionary[SummaryWriter, dict[str, int]]" = WeakKeyDictionary()
-"""The number of notes that each writer has, by prefix."""
+_written: "WeakKeyDictionary[SummaryWriter, dict[str, tuple[ref[CommHook], int]]]"
+_written = WeakKeyDictionary()
+"""The hook and the number of its notes that each writer has, by prefix."""
 
 
 def log_stats(
@@ -57,6 +58,8 @@ def log_stats(
 def _write_notes(writer: SummaryWriter, hook: CommHook, prefix: str) -> None:
     counts = _written.setdefault(writer, {})
     notes = sorted(note for each in tree(hook) for note in each.notes())
-    for step, text in notes[counts.get(prefix, 0) :]:
+    noted, count = counts.get(prefix, (None, 0))
+    is_same = noted is not None and noted() is hook  # it may have been replaced
+    for step, text in notes[count if is_same else 0 :]:
         writer.add_text(f"{prefix}/notes", text, step)
-    counts[prefix] = len(notes)
+    counts[prefix] = ref(hook), len(notes)

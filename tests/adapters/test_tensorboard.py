@@ -35,6 +35,10 @@ def log(rank: int, size: int, folder: str) -> dict[str, float]:
             for step in range(3):
                 guarded(torch.arange(10.0) + rank).square().sum().backward()
                 log_stats(writer, guard, step, prefix=prefix)
+            guard.replace(hook)  # the new one will have as many notes
+            for _ in range(3):
+                guarded(torch.arange(10.0) + rank).square().sum().backward()
+            log_stats(writer, guard, 5, prefix=prefix)
     total = handle.stats().total
     return {"hook_seconds": total.hook_seconds, "wire_bytes": total.wire_bytes or 0.0}
 
@@ -60,9 +64,10 @@ def test_written_and_read_back(run_ranks: Any, tmp_path: Path) -> None:
         assert sorted(events.Tags()["tensors"]) == tags
         for tag in tags:
             notes = events.Tensors(tag)
-            assert [note.step for note in notes] == [1]
-            (text,) = notes[0].tensor_proto.string_val
-            assert b"exceeds 1e-09; use allreduce" in text
+            assert [note.step for note in notes] == [1, 4]
+            for note in notes:
+                (text,) = note.tensor_proto.string_val
+                assert b"exceeds 1e-09; use allreduce" in text
 
 
 def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
