@@ -4,6 +4,7 @@ import importlib.metadata
 import ipaddress
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -237,13 +238,19 @@ def _cupy_packages() -> dict[str, str]:
 
 
 def _compiler(command: str, remedy: str) -> Result:
-    path = shutil.which(command)
+    words = shlex.split(command) or [""]  # as "ccache g++"
+    path = shutil.which(words[0])
     if path is None:
-        return Health.ABSENT, f"{command!r} not found", remedy
-    result = subprocess.run([path, "--version"], check=False, capture_output=True, text=True)
+        return Health.ABSENT, f"{words[0]!r} not found", remedy
+    words = [path, *words[1:]]
+    result = subprocess.run([*words, "--version"], check=False, capture_output=True, text=True)
     lines = result.stdout.splitlines()
     if result.returncode != 0 or not lines:
-        return Health.BROKEN, f"`{path} --version` failed: {result.stderr.strip()}", remedy
+        return (
+            Health.BROKEN,
+            f"`{shlex.join(words)} --version` failed: {result.stderr.strip()}",
+            remedy,
+        )
     return Health.FINE, next((line for line in lines if "release" in line), lines[0])  # of nvcc
 
 

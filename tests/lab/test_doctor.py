@@ -167,6 +167,11 @@ def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
         assert find(part).health is Health.ABSENT
 
 
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env LANG=C c++")
+    assert find("C++ compiler").health is Health.FINE
+
+
 def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     assert find("C++ compiler").health is Health.BROKEN
