@@ -75,5 +75,7 @@ class CommHookCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write this rank's state into the checkpoint."""
         if self.handle is not None and not args.save_only_model:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            trial = getattr(self._trainer, "_trial", None)  # of a hyperparameter search
+            run = self._trainer._get_output_dir(trial=trial)  # noqa: SLF001
+            folder = Path(run) / f"checkpoint-{state.global_step}"
             save_states({"model": self.handle}, folder)

@@ -3,7 +3,8 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 
 import commhooks
 from commhooks.integrations.transformers import CommHookCallback
@@ -163,10 +165,31 @@ def misuse(rank: int, size: int, root: Path) -> None:
         trainer.train()
 
 
+class Trial(dict[str, Any]):
+    """One run of a hyperparameter search, as Optuna's."""
+
+    number = 3
+    params: ClassVar[dict[str, Any]] = {}
+
+
+def search(rank: int, size: int, root: Path) -> None:
+    trainer = make_trainer(Net(), numbers(8), root / "search", save_steps=1)
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    trainer.hp_space = lambda _: {}
+    trainer.add_callback(CommHookCallback(trainer, "int8"))
+    # Without Optuna, Transformers takes the parameters of a run from a dict if it finds W&B.
+    with patch("transformers.integrations.integration_utils.is_wandb_available", lambda: True):
+        trainer.train(trial=Trial())
+    folder = root / "search/run-3/checkpoint-1"
+    assert (folder / "trainer_state.json").exists()
+    assert (folder / f"commhooks_{rank}.pt").exists()
+    assert not (root / "search/checkpoint-1").exists()
+
+
 def run_all(rank: int, size: int, root: Path) -> None:
     """One after another: starting the processes and importing the packages takes longer."""
     torchrun.set_environment(rank, size)
-    for test in (compare_with_the_bare_loop, resume, resume_from_elsewhere, misuse):
+    for test in (compare_with_the_bare_loop, resume, resume_from_elsewhere, misuse, search):
         try:
             test(rank, size, root)
         finally:
