@@ -7,7 +7,6 @@ code is in classes that inherit from neither; ``integrations/lightning.py`` and
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,24 +93,11 @@ class FabricStrategy(WrapperStrategy):
 
     root_device: torch.device
     _ddp_kwargs: dict[str, Any]
-    _backward_sync_control: Any
-
-    def __init__(self, hook: AnyHook | None = None, **options: Any) -> None:
-        super().__init__(hook, **options)
-        self._backward_sync_control = _BackwardSyncControl()
 
     def setup_module(self, module: nn.Module) -> Any:
         model = self._wrap(module, self.root_device, self._ddp_kwargs)
         self._register(model)
         return model
-
-    def get_module_state_dict(self, module: nn.Module) -> Any:
-        return super().get_module_state_dict(_unwrapped(module))  # type: ignore[misc]
-
-    def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().load_module_state_dict(  # type: ignore[misc]
-            _unwrapped(module), *args, **kwargs
-        )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         state = state | {key: GatheredState(it) for key, it in _handles(state).items()}
@@ -125,16 +111,6 @@ class FabricStrategy(WrapperStrategy):
                 load_state_of(handle, rest, key)
                 rest.pop(key, None)
         return rest
-
-
-class _BackwardSyncControl:
-    """The context that ``fabric.no_backward_sync()`` enters."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled:
-            return nullcontext()
-        assert isinstance(module, DistributedDataParallel), module
-        return module.no_sync()
 
 
 def _handles(state: Mapping[str, Any]) -> dict[str, HookHandle]:
@@ -153,10 +129,6 @@ def _handles(state: Mapping[str, Any]) -> dict[str, HookHandle]:
             ):
                 handles[f"{KEY}.{key}"] = handle
     return handles
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 class HookCallback:
