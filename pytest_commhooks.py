@@ -62,6 +62,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         del stash[_module]
         try:
             if not (item.session.shouldfail or item.session.shouldstop):
+                # pytest-timeout times this one test. The time-out of the ranks remains.
+                if cancel := getattr(item.config.hook, "pytest_timeout_cancel_timer", None):
+                    cancel(item=item)
                 module.time_in_turn()
         finally:
             module.close()

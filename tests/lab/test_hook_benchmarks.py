@@ -16,6 +16,7 @@ import os
 import time
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
@@ -84,6 +85,8 @@ def test_late(hook_benchmark):
 
 
 def test_torch(hook_benchmark):
+    with pytest.raises(commhooks.CommHookError, match="no options beside 'torch', found {'rank'"):
+        hook_benchmark("torch", rank=4, **PLACE)
     hook_benchmark("torch", **PLACE)
 
 
@@ -191,6 +194,33 @@ def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
     on_one_host = found["test_on_one_host"]
     assert "2 ranks, 2 on each host, 1 Mbit/s" in on_one_host["group"]
     assert on_one_host["stats"]["min"] < on_one_host["extra_info"]["floor_seconds"]
+
+
+LISTS = """
+def test_lists(hook_benchmark):
+    wrapper = {"bucket_cap_mb_list": [0.001, 25]}
+    assert hook_benchmark("allreduce", wrapper=wrapper, **PLACE).error < 1e-6
+"""
+
+
+def test_options_of_the_wrapper_may_be_lists(tmp_path: Path) -> None:
+    code, output = run(tmp_path, HOOKS + LISTS, "--benchmark-disable")
+    assert code == pytest.ExitCode.OK, output
+
+
+SLOW = """
+@pytest.mark.timeout(8)
+def test_last(hook_benchmark):
+    hook_benchmark("allreduce", **PLACE)
+"""
+
+
+@pytest.mark.exhaustive  # takes the time-out
+def test_the_timeout_of_a_test_is_not_that_of_timing_all_hooks(tmp_path: Path) -> None:
+    text = HOOKS + SLEEPING + SLOW
+    code, output = run(tmp_path, text, "--benchmark-json=found.json", SLOWER="6")
+    assert code == pytest.ExitCode.OK, output
+    assert results(tmp_path)["test_sleeping"]["stats"]["total"] > 5
 
 
 @pytest.mark.exhaustive

@@ -233,7 +233,8 @@ class HookBenchmarks:
         if chosen["link"] != LOOPBACK:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         shared = {"host_memory": True} if ranks_per_host > 1 else {}
-        options = tuple(sorted((shared | dict(wrapper or {})).items()))
+        given = shared | dict(wrapper or {})
+        options = tuple((name, _hashable(given[name])) for name in sorted(given))
         module = self.module.name, str(self.module.path)
         workload = _Workload(model, batch, options, set_to_none, device, module)
         place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
@@ -252,13 +253,17 @@ class HookBenchmarks:
         return first
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
 def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
-    if isinstance(hook, Entry):
-        return hook
-    if hook in (BARE.name, TORCH.name):
-        return _BESIDE[hook]
     match hook:
-        case str() | Mapping() if options:
+        case Entry() if not options:
+            return hook
+        case BARE.name | TORCH.name if not options:
+            return _BESIDE[hook]
+        case str() | Mapping() if options and hook not in (BARE.name, TORCH.name):
             hook = create(hook, **options)
         case type():
             hook = hook(**options)
