@@ -4,6 +4,7 @@ import csv
 import gc
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from commhooks.lab.comparison.hosts import pairs_of_hosts
 from commhooks.lab.comparison.remote import ComparedModel, TrainingError
 from commhooks.lab.machine import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
+from commhooks.lab.simulation import BreakEvenRates, Study
 
 GRADIENT_BYTES = 4 * PARAMETERS
 HOOKS = ["allreduce", "bf16", "powersgd:rank=2", "local_sgd:period=4"]
@@ -201,14 +203,28 @@ def test_as_text(comparison: Comparison) -> None:
 def test_a_comparison_with_little_in_it_has_a_text() -> None:
     full = make_comparison()
     only = [row for row in full.rows if row.hook == "bf16" and row.bits_per_second == 1e9]
-    bare = dict.fromkeys(
-        ("step_spread_seconds", "exposed_seconds", "ratio", "error", "peak_bytes"), None
-    )
-    row = replace(only[0], break_even_bits_per_second=None, training=(), **bare)  # type: ignore[arg-type]
+    bare = dict.fromkeys(("step_spread_seconds", "ratio", "error", "peak_bytes"), None)
+    row = replace(only[0], break_even_bits_per_second=None, training=(), **bare)
     found = replace(full, rows=(row,), pairs=(), notes=())
     assert "bf16" in str(found)
     assert found.verdicts() == {}
     assert "nothing was measured" in str(replace(found, rows=()))
+
+
+def test_a_hook_may_be_faster_above_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Study, "break_even", lambda *_: BreakEvenRates(3e7, math.inf))
+
+    def fail(*_: object) -> NoReturn:
+        raise CommHookError("no network")
+
+    # On the CPU no network is measured, because Gloo's own costs predict.
+    monkeypatch.setattr("commhooks.lab.comparison.experiment.measure_pairs", fail)
+    found = compare("support.compared:net", ["bf16"], steps=2)
+    row = found.row("bf16")
+    assert row.break_even_bits_per_second == math.inf
+    assert row.break_even_above_bits_per_second == 3e7
+    assert re.search(r"^bf16 .* above 30 Mbit/s *$", str(found), re.M)
+    assert not any("predicted" in note for note in found.notes)
 
 
 def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:

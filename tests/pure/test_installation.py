@@ -93,9 +93,12 @@ def make_input() -> torch.Tensor:
     return torch.ones(4, 64)
 
 
-def test_compare() -> None:
+def test_compare(tmp_path: Path) -> None:
     pytest.importorskip("click")
     model = ["--model", "pure.test_installation:make_model"]
     given = [*model, "--input", "pure.test_installation:make_input"]
-    compared = command("-m", "commhooks", "compare", *given, "--hooks", "int8", "--steps", "2")
-    assert "int8" in compared
+    file = str(tmp_path / "found.json")
+    hooks = ("--hooks", "int8", "--steps", "2", "--json", file)
+    assert "int8" in command("-m", "commhooks", "compare", *given, *hooks)
+    rows = json.loads(Path(file).read_text())["rows"]
+    assert {row["waited_seconds"] for row in rows} == {None}  # only the engine measures it

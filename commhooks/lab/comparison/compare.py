@@ -1,7 +1,7 @@
 """The comparison itself, see :func:`compare`."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,12 @@ from commhooks.lab.comparison.result import (
     ComparisonError,
     ComparisonInterrupted,
     Failure,
+    Figures,
     Row,
 )
 from commhooks.lab.machine import check_model, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
+from commhooks.lab.simulation import BreakEvenRates
 from commhooks.lab.simulation.dry_run import check_kernels
 from commhooks.lab.verdict import CAUTIOUS
 
@@ -162,8 +164,9 @@ def result_of(
     plain_bytes = all_reduce_bytes(nbytes, conditions.world_size)
     break_even = {}
     if study is not None:
-        rates = {name: study.break_even(name) for name in study.hooks.keys() - {TORCH.name}}
-        break_even = {name: found.below if found else 0.0 for name, found in rates.items()}
+        never = BreakEvenRates(0.0, 0.0)
+        hooks = study.hooks.keys() - {TORCH.name}
+        break_even = {name: study.break_even(name) or never for name in hooks}
 
     def predicted(name: str, rate: float) -> float:
         if study is None:
@@ -172,70 +175,59 @@ def result_of(
             )
         return local[name].step_seconds if name == BARE.name else study.step_seconds(name, rate)
 
-    def row(name: str, over: Setting, seconds: Mapping[str, float], **figures: Any) -> Row:
-        """Return the row of an entry; ``seconds`` are those of a step over the link, by entry."""
-        rate, wire_bytes = over.bits_per_second, local[name].wire_bytes
-        is_simulated = study is not None and name in {BARE.name, *study.hooks}
-        return Row(
-            hook=name,
-            link=over.name,
-            bits_per_second=rate,
-            step_seconds=seconds[name],
-            to_torch=seconds[name] / seconds[TORCH.name],
-            floor_seconds=8 * wire_bytes / rate + local[BARE.name].step_seconds if rate else None,
-            predicted_seconds=predicted(name, rate) if rate and is_simulated else None,
-            gradient_bytes=nbytes,
-            wire_bytes=wire_bytes,
-            ratio=plain_bytes / wire_bytes if wire_bytes else None,
-            error=first.first_steps[name].error,
-            peak_bytes=first.first_steps[name].peak_bytes,
-            break_even_bits_per_second=break_even.get(name),
-            **figures,
-        )
-
     rows, failures = list[Row](), list(experiment.failures)
     measured = {setting.bits_per_second: setting for setting in others}
     for rate in (None, *links) if TORCH.name in local else ():  # not if interrupted before
         over = first if rate is None else measured.get(rate, Setting(format_rate(rate), rate))
-        if TORCH.name in (figures := experiment.figures(over)):
-            seconds = {name: found.step_seconds for name, found in figures.items()}
-            rows += (
-                row(
-                    name,
-                    over,
-                    seconds,
-                    measured=True,
-                    step_spread_seconds=found.step_spread_seconds,
-                    exposed_seconds=found.exposed_seconds,
-                    waited_seconds=found.waited_seconds,
-                    training=tuple(over.training.get(name, ())),
-                )
-                for name, found in figures.items()
-            )
-        elif rate is not None and (complete or study is not None):
+        figures, training = experiment.figures(over), over.training
+        bare, is_measured = local[BARE.name].step_seconds, TORCH.name in figures
+        if not is_measured:
+            if rate is None or not (complete or study is not None):
+                continue
             failed = {failure.hook for failure in failures}
             left_out = failed | experiment.unpredicted.keys()
             names = [entry.name for entry in experiment.entries if entry.name not in left_out]
             seconds = {name: predicted(name, rate) for name in names}
-            rows += (
-                row(
-                    name,
-                    over,
-                    seconds,
-                    measured=False,
-                    exposed_seconds=seconds[name] - local[BARE.name].step_seconds,
-                    training=tuple(  # of the first setting, at the predicted times
-                        replace(point, seconds=point.step * seconds[name])
-                        for point in first.training.get(name, ())
-                    ),
+            figures = {
+                name: Figures(
+                    step_seconds=seconds[name],
+                    exposed_seconds=seconds[name] - bare,
+                    wire_bytes=local[name].wire_bytes,
                 )
                 for name in names
-            )
+            }
+            training = {  # of the first setting, at the predicted times
+                name: [replace(point, seconds=point.step * seconds[name]) for point in points]
+                for name, points in first.training.items()
+                if name in seconds
+            }
             failures += (
                 Failure(name, over.name, reason)
                 for name, reason in experiment.unpredicted.items()
                 if name not in failed
             )
+        for name, found in figures.items():
+            bits, sent = over.bits_per_second, local[name].wire_bytes
+            rates = break_even.get(name)
+            is_simulated = study is not None and name in {BARE.name, *study.hooks}
+            row = Row(
+                **vars(found) | {"wire_bytes": sent},
+                hook=name,
+                link=over.name,
+                bits_per_second=bits,
+                measured=is_measured,
+                to_torch=found.step_seconds / figures[TORCH.name].step_seconds,
+                floor_seconds=8 * sent / bits + bare if bits else None,
+                predicted_seconds=predicted(name, bits) if bits and is_simulated else None,
+                gradient_bytes=nbytes,
+                ratio=plain_bytes / sent if sent else None,
+                error=first.first_steps[name].error,
+                peak_bytes=first.first_steps[name].peak_bytes,
+                break_even_bits_per_second=rates.below if rates else None,
+                break_even_above_bits_per_second=rates.above if rates else 0.0,
+                training=tuple(training.get(name, ())),
+            )
+            rows.append(row)
     return Comparison(
         str(conditions.workload.model),
         conditions.world_size,

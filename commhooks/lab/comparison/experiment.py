@@ -14,7 +14,7 @@ from typing import Literal
 
 from commhooks.cluster import LaunchedRanks, RankCaller, Ranks
 from commhooks.cluster import links as shaped
-from commhooks.costs.backends import NCCL
+from commhooks.costs.backends import NCCL, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.units import format_duration, format_rate
 from commhooks.errors import CommHookError, reason_of
@@ -26,6 +26,7 @@ from commhooks.lab.comparison.result import (
     LOOPBACK,
     ComparisonError,
     Failure,
+    Figures,
     HostPair,
     TrainingPoint,
 )
@@ -102,20 +103,6 @@ def timing_tasks(entries: Sequence[Entry], steps: int) -> list[Task]:
         for index in range(rounds)
         for entry in (entries if index % 2 == 0 else entries[::-1])
     ]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The measurements of one entry in one setting: medians over steps of the slowest rank."""
-
-    step_seconds: float
-    step_spread_seconds: float
-    backward_seconds: float
-    exposed_seconds: float
-    wire_bytes: float
-    """The mean per step of rank 0."""
-    waited_seconds: float | None
-    """The mean per step of rank 0."""
 
 
 @dataclass
@@ -339,8 +326,9 @@ class Experiment:
         configs = {TORCH.name: {"name": BASELINE}} | configs  # torch DDP sends the same
         size, workload = self.conditions.world_size, self.conditions.workload
         job = Job(**vars(workload), ranks_per_machine=size, first_step=FIRST_STEP)
+        on_gloo = workload.device.backend == Gloo.name
         try:
-            pair = next(measure_pairs(ranks, [(0, 1)]))
+            pair = None if on_gloo else next(measure_pairs(ranks, [(0, 1)]))
             found = measure(job, list(configs.values()), [size], ranks)
         except Exception as error:
             self.notes.append(f"nothing is predicted: {reason_of(error)}")
@@ -351,8 +339,7 @@ class Experiment:
         others = figures.keys() - configs.keys() - {BARE.name}
         self.unpredicted |= dict.fromkeys(others, "it is no hook of commhooks")
         self.notes += (f"{name} is not predicted: {why}" for name, why in self.unpredicted.items())
-        on_gloo = workload.device.backend == found.gloo.name
-        if not on_gloo:
+        if pair is not None:
             rate = format_rate(pair.bits_per_second)
             self.notes.append(f"over loopback, rank 0 sends to rank 1 at {rate}")
         self.study = Study(
@@ -363,7 +350,7 @@ class Experiment:
             baseline=TORCH.name,
             loopback_seconds={name: each.step_seconds for name, each in figures.items()},
             # Bytes over Gloo's loopback only take time of cores, which is in its rates.
-            loopback=UNLIMITED if on_gloo else Link(pair.bits_per_second, payload_share=1.0),
+            loopback=Link(pair.bits_per_second, payload_share=1.0) if pair else UNLIMITED,
         )
 
 

@@ -141,10 +141,14 @@ class Turn:
         steps, sent, waited = (
             now - before for now, before in zip(self._sums(), self._before, strict=True)
         )
-        return sent / steps, waited / steps
+        is_known = self.handle.stats().total.exposed_seconds is not None
+        return sent / steps, waited / steps if is_known else None
 
     def _sums(self) -> tuple[float, float, float]:
-        """Return steps, bytes and exposed seconds since the hook was registered."""
+        """Return steps, bytes and exposed seconds since the hook was registered.
+
+        Zero for what is not known: seconds without the engine.
+        """
         if self.handle is None:
             return 0.0, 0.0, 0.0
         stats = self.handle.stats()

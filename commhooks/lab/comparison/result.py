@@ -9,6 +9,7 @@ from typing import Any
 
 from commhooks.costs.units import aligned, format_bytes, format_duration, format_rate
 from commhooks.errors import CommHookError
+from commhooks.lab.simulation.study import BreakEvenRates
 from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
 LOOPBACK = "loopback"
@@ -26,7 +27,7 @@ _EXPLANATIONS = {
     "error": "relative error of one step's gradients against the exact mean.",
     "fidelity": "largest change of the validation loss in small trainings, at default options.",
     "memory": "peak, besides the parameters.",
-    "break-even": "the hook is faster than torch DDP on links below this rate.",
+    "break-even": "the hook is faster than torch DDP on links below this rate, or as it says.",
     "rate": "of the slower direction, one pair at a time.",
     "latency": "of a message of 1 byte in one direction.",
     "note": "slow if the rate is less than half of that of the fastest pair.",
@@ -48,8 +49,26 @@ class TrainingPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Figures:
     """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
+
+    step_seconds: float
+    """Forward and backward; the median over steps."""
+    step_spread_seconds: float | None = None
+    """The distance between the quartiles over steps; None if not measured."""
+    backward_seconds: float | None = None
+    """Backward; the median over steps; None if not measured."""
+    exposed_seconds: float
+    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
+    waited_seconds: float | None = None
+    """The mean time in which backward only waited for communication; None if not known."""
+    wire_bytes: float
+    """The mean per step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Figures):
+    """The figures of an entry over a link, and what follows from them and from other rows."""
 
     hook: str
     """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""
@@ -59,23 +78,13 @@ class Row:
     """None unless the link is a rate."""
     measured: bool
     """True if times are measured, False if they are predicted from loopback."""
-    step_seconds: float
-    """Forward and backward; the median over steps."""
-    step_spread_seconds: float | None = None
-    """The distance between the quartiles over steps; None if not measured."""
     to_torch: float
     """``step_seconds`` divided by that of torch DDP with its plain average."""
-    exposed_seconds: float
-    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
-    waited_seconds: float | None = None
-    """The mean time in which backward only waited for communication; None if not known."""
     floor_seconds: float | None
     """Bytes on the wire divided by the rate, plus the bare step; None for loopback."""
     predicted_seconds: float | None
     """The predicted time of a step, also for measured links; None if it cannot be predicted."""
     gradient_bytes: int
-    wire_bytes: float
-    """The mean per step."""
     ratio: float | None
     """The bytes of plain averaging divided by ``wire_bytes``."""
     error: float | None
@@ -85,6 +94,8 @@ class Row:
     """The peak of memory besides the parameters: gradients, buckets, state, temporaries."""
     break_even_bits_per_second: float | None
     """The rate below which the hook is faster than torch DDP. Infinity: at any rate; 0: never."""
+    break_even_above_bits_per_second: float = 0.0
+    """The rate above which it is, too: a hook may save rounds of messages, and send more bytes."""
     training: tuple[TrainingPoint, ...] = ()
 
     @property
@@ -237,8 +248,8 @@ class Comparison:
             return ""
         seconds = {hook: row.step_seconds for hook, row in rows.items()}
         if self.alone_seconds is not None:
-            exposed = {hook: row.exposed_seconds or 0.0 for hook, row in rows.items()}
-            seconds = {hook: self.alone_seconds + each for hook, each in exposed.items()}
+            alone = self.alone_seconds
+            seconds = {hook: alone + row.exposed_seconds for hook, row in rows.items()}
 
         def noise(*hooks: str) -> float:
             """Return about two standard errors of the difference of medians."""
@@ -268,8 +279,8 @@ class Comparison:
 
     def to_csv(self) -> str:
         """Return one line per row, without the training points, and one per failure."""
-        names = [each.name for each in fields(Row) if each.name != "training"]
-        names += ["validation_loss", "reason"]
+        every = ("hook", "link", *(each.name for each in fields(Row)), "validation_loss", "reason")
+        names = [name for name in dict.fromkeys(every) if name != "training"]
         text = io.StringIO()
         writer = csv.DictWriter(text, names, extrasaction="ignore")
         writer.writeheader()
@@ -305,25 +316,24 @@ _COSTS: _Columns = {
     "error": lambda _, row: "" if row.error is None else f"{row.error:.1e}",
     "fidelity": lambda _, row: fidelity_text(row.hook),
     "memory": lambda _, row: "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-    "break-even": lambda _, row: _break_even(row.break_even_bits_per_second),
+    "break-even": lambda _, row: _break_even(row),
 }
 
 
-def _milliseconds(seconds: float | None, spread: float | None) -> str:
+def _milliseconds(seconds: float, spread: float | None) -> str:
     """Format in milliseconds, with the spread if there is one: '12.3 ± 0.4 ms'."""
-    if seconds is None:
-        return ""
     digits = 1 if abs(seconds) < 0.1 else 0
     spread_text = "" if spread is None else f" ± {1e3 * spread:.{digits}f}"
     return f"{1e3 * seconds:.{digits}f}{spread_text} ms"
 
 
-def _break_even(bits_per_second: float | None) -> str:
-    if bits_per_second is None:
+def _break_even(row: Row) -> str:
+    below, above = row.break_even_bits_per_second, row.break_even_above_bits_per_second
+    if below is None:
         return ""
-    if math.isinf(bits_per_second):
-        return "any rate"
-    return format_rate(bits_per_second) if bits_per_second else "never"
+    if above > 0 or math.isinf(below):
+        return str(BreakEvenRates(above, below))
+    return format_rate(below) if below else "never"
 
 
 def _plain(value: Any) -> Any:
