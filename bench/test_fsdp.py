@@ -39,7 +39,7 @@ BFLOAT16 = {
 ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
 
 
-class Side:
+class ShardedModels:
     """The models of a rank, all with the same parameters, and the input of the collective."""
 
     def __init__(self, rank: int) -> None:
@@ -100,7 +100,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if reason := unavailable():
         pytest.skip(reason)
     with shaped_link(request.param, 1e9) as link, Ranks(request.param, link) as ranks:
-        ranks.make(Side)
+        ranks.keep(ShardedModels)
         yield ranks
 
 
@@ -108,11 +108,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     """Measure the collective alone and the whole step, in turn with torch's."""
-    error, ratio = max(ranks.do(Side.quality, numbers))
+    error, ratio = max(ranks.call(ShardedModels.quality, numbers))
     assert error < 0.2
     timers = {
-        f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks.do(work, name))
-        for work in (Side.step, Side.collective)
+        f"{prefix}{work.__name__}": lambda work=work, name=name: max(ranks.call(work, name))
+        for work in (ShardedModels.step, ShardedModels.collective)
         for prefix, name in (("torch ", TORCH), ("", numbers))
     }
     seconds = in_turn(benchmark, timers, ROUNDS)
@@ -132,7 +132,10 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
 @pytest.mark.benchmark(group="sharded, bfloat16 parameters")
 def test_whole_step(benchmark: Any, ranks: Ranks) -> None:
     """Measure a forward and a backward with each of ``BFLOAT16``, in turn."""
-    timers = {name: lambda name=name: max(ranks.do(Side.step, f"bf16 {name}")) for name in BFLOAT16}
+    timers = {
+        name: lambda name=name: max(ranks.call(ShardedModels.step, f"bf16 {name}"))
+        for name in BFLOAT16
+    }
     seconds = in_turn(benchmark, timers, ROUNDS)
     median = {name: statistics.median(found) for name, found in seconds.items()}
     benchmark.extra_info.update(

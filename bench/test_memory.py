@@ -18,7 +18,7 @@ from commhooks import CommHook
 from commhooks.cluster import Ranks
 from commhooks.hook.base import tree
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.remote import Turn
+from commhooks.lab.comparison.rank_side import EntryRun
 from commhooks.lab.models import Workload
 
 STEPS = 4  # buckets are rebuilt after the first
@@ -32,12 +32,12 @@ def usage(rank: int, model: str, entry: Entry) -> dict[str, int]:
     workload = Workload(model)
     module = workload.make_module()
     gradient_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    turn = Turn(entry, module, workload, rank, first_step=0)
+    run = EntryRun(entry, module, workload, rank, first_step=0)
     for _ in range(STEPS):
-        turn.step()
-        turn.clear()
+        run.step()
+        run.clear()
     gc.collect()
-    hook = turn.handle.hook if turn.handle is not None else None
+    hook = run.handle.hook if run.handle is not None else None
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     resident, peak = (1024 * int(status[field].split()[0]) for field in ("VmRSS", "VmHWM"))
     return {

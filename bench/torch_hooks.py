@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from bench import files, models
 from bench.measured_hooks import TORCHS, TorchStyleHook, entry_of, name_of
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.remote import TrainingRun
+from commhooks.lab.comparison.rank_side import TrainingRun
 from commhooks.lab.machine import describe_machine
 from commhooks.lab.models import Workload
 from commhooks.testing import close_ranks, run_ranks

@@ -43,14 +43,16 @@ EFFORT = {
 def measure(point: Point, uniform: Sequence[str]) -> Row:
     """Measure ``auto`` at a point, and the uniform settings that it is compared with."""
     with point.link() as link, Ranks(point.ranks, link) as ranks:
-        ranks.make(Trainings, point.model)
+        ranks.keep(Trainings, point.model)
         settings: dict[str, Row] = {AUTO: {}} | _within_the_limit(ranks, uniform)
         before = _loads()
-        ranks.do(Trainings.add, AUTO)
+        ranks.call(Trainings.add, AUTO)
         warm_up = _slowest(ranks, AUTO, EFFORT["warm_up"])
         _take_turns(ranks, settings)
         wall, busy, used = (now - then for now, then in zip(_loads(), before, strict=True))
-        plan, history, metrics, planning_seconds = ranks.do(Trainings.do, AUTO, Training.learned)[0]
+        plan, history, metrics, planning_seconds = ranks.call(Trainings.do, AUTO, Training.learned)[
+            0
+        ]
         settings[AUTO]["error"] = _error(ranks, AUTO)
     settings[AUTO]["predicted_seconds"] = plan.after.step_seconds
     elements: Counter[str] = Counter()
@@ -81,14 +83,14 @@ def _within_the_limit(ranks: Ranks, uniform: Sequence[str]) -> dict[str, Row]:
     """
     errors: dict[str, float] = {}
     for spec in {REFERENCE: None, **dict.fromkeys(uniform)}:
-        ranks.do(Trainings.add, spec)
+        ranks.call(Trainings.add, spec)
         errors[spec] = 0.0
         if not is_lossless(hook_spec(spec).create()):
-            ranks.do(Trainings.do, spec, Training.seconds, EFFORT["error_after"])
+            ranks.call(Trainings.do, spec, Training.seconds, EFFORT["error_after"])
             errors[spec] = _error(ranks, spec)
     within = [spec for spec in uniform if errors[spec] <= errors[REFERENCE]]
     for spec in errors.keys() - set(within):
-        ranks.do(Trainings.drop, spec)
+        ranks.call(Trainings.drop, spec)
     return {spec: {"error": errors[spec]} for spec in within}
 
 
@@ -100,28 +102,28 @@ def _take_turns(ranks: Ranks, settings: dict[str, Row]) -> None:
     for name, row in settings.items():
         _slowest(ranks, name, EFFORT["block_steps"])
         row["blocks"] = []
-    sent = {name: ranks.do(Trainings.do, name, Training.sent)[0] for name in settings}
+    sent = {name: ranks.call(Trainings.do, name, Training.sent)[0] for name in settings}
     names = list(settings)
     for turn in range(EFFORT["blocks"]):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             settings[name]["blocks"].append(_slowest(ranks, name, EFFORT["block_steps"]))
     for name, row in settings.items():
-        now = ranks.do(Trainings.do, name, Training.sent)[0]
+        now = ranks.call(Trainings.do, name, Training.sent)[0]
         steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
         row["wire_bytes"] = nbytes / steps
 
 
 def _slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     """Train, and return the seconds of each step on the slowest rank."""
-    by_rank = ranks.do(Trainings.do, name, Training.seconds, steps)
+    by_rank = ranks.call(Trainings.do, name, Training.seconds, steps)
     return list(map(max, zip(*by_rank, strict=True)))
 
 
 def _error(ranks: Ranks, name: str) -> float:
     """Train, and return the median error of a step's average."""
     return statistics.median(
-        ranks.do(Trainings.do, name, Training.errors, EFFORT["error_steps"])[0]
+        ranks.call(Trainings.do, name, Training.errors, EFFORT["error_steps"])[0]
     )
 
 

@@ -49,9 +49,9 @@ class Model:
 
     factory: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
-    """Of a step and a rank."""
+    """Returns the batch of a step and a rank."""
     rate: float
-    """Of SGD."""
+    """The learning rate of SGD."""
     steps_before: int
     exact: tuple[str, ...] = ("@1d", "@embedding")
     """The option of ``auto``."""

@@ -21,7 +21,7 @@ import commhooks
 
 NAME = "test_death"
 TIMEOUT = 5.0
-"""Of the process group from the death on, in seconds."""
+"""The time-out of the process group from the death on, in seconds."""
 PATIENCE = 150.0
 """The most seconds for a case."""
 WAYS = {"host waits": {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "watchdog": {}}

@@ -134,7 +134,7 @@ def _option(**attributes: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class TargetCluster:
     """A cluster, and how a model is trained on it. See :func:`cluster_options`."""
 
     device: Device = field(metadata=DEVICE)
@@ -233,15 +233,17 @@ class Cluster:
 
 
 def cluster_options(command: _Function) -> Callable[..., Any]:
-    """Add an option for each field of :class:`Cluster`; they arrive as ``cluster``."""
+    """Add an option for each field of :class:`TargetCluster`; they arrive as ``cluster``."""
 
     @functools.wraps(command)
     def with_cluster(**options: Any) -> Any:
-        cluster = Cluster(**{each.name: options.pop(each.name) for each in fields(Cluster)})
+        cluster = TargetCluster(
+            **{each.name: options.pop(each.name) for each in fields(TargetCluster)}
+        )
         return command(cluster=cluster, **options)
 
     found: Callable[..., Any] = with_cluster
-    for each in reversed(fields(Cluster)):
+    for each in reversed(fields(TargetCluster)):
         found = click.option(f"--{each.name.replace('_', '-')}", **each.metadata)(found)
     return found
 

@@ -12,8 +12,8 @@ from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.cli.common import (
     FILE,
     IMAGE,
-    Cluster,
     Parsed,
+    TargetCluster,
     cluster_options,
     draw,
     hooks_option,
@@ -79,7 +79,7 @@ def plan(
     error: float | HookSpec,
     candidates: Sequence[str],
     exact: str,
-    cluster: Cluster,
+    cluster: TargetCluster,
     save: Path | None,
     all_groups: bool,
     plot: Path | None,

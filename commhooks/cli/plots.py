@@ -23,7 +23,7 @@ from commhooks.lab.simulation import Study, curve_sizes
 from commhooks.planning import Plan, Problem
 
 GRAY = "#7f8794"
-"""Of text and axes, and of what is only shown for comparison."""
+"""The color of text, axes, and what is only shown for comparison."""
 
 _HUES = {
     "exact": (202, 222),  # blue

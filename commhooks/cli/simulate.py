@@ -11,7 +11,7 @@ from rich.console import Console
 from commhooks.cli.common import (
     FILE,
     IMAGE,
-    Cluster,
+    TargetCluster,
     cluster_options,
     draw,
     hooks_option,
@@ -25,7 +25,7 @@ from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, curve_sizes, measure
-from commhooks.lab.verdict import CAUTIOUS, fidelity_text
+from commhooks.lab.verdict import FALLBACK, fidelity_text
 
 
 @click.command()
@@ -53,7 +53,7 @@ def simulate(
     model: str,
     input_factory: str | None,
     hooks: Sequence[str],
-    cluster: Cluster,
+    cluster: TargetCluster,
     step: int,
     measurements: Path | None,
     plot: Path | None,
@@ -66,7 +66,7 @@ def simulate(
     limits. A hook that cannot be simulated is left out, a line says why, and the exit status is 1.
     """
     network = cluster.network
-    specs, reasons = usable_hooks(hooks, model, cluster.backend, BASELINE, CAUTIOUS)
+    specs, reasons = usable_hooks(hooks, model, cluster.backend, BASELINE, FALLBACK)
     here = cluster.ranks_per_node
     job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
     known = _measured(job, specs, network, measurements, has_curve=bool(plot or json_file))

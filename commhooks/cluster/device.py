@@ -1,7 +1,4 @@
-"""The device on which ranks compute: its backend, its clock, and how ranks take it.
-
-A device is a parameter: what depends on it is here, and nothing else asks for its type.
-"""
+"""Device-dependent behavior of ranks: backend, clock, memory, and how ranks take a device."""
 
 import os
 import socket

@@ -62,26 +62,26 @@ class RankCaller(ABC):
     """The number of ranks on this machine."""
     device: Device
     """What the ranks compute on."""
-    _making: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
+    _kept_by: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None
 
     @abstractmethod
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results of ``fn(rank, *args, **kwargs)`` by rank."""
 
-    def make(self, factory: Callable[..., Any], /, *args: Any) -> None:
+    def keep(self, factory: Callable[..., Any], /, *args: Any) -> None:
         """Keep ``factory(rank, *args)`` on each rank, in place of what was kept before."""
-        self._making = factory, *args
-        self(_make, *self._making)
+        self._kept_by = factory, *args
+        self(_keep, *self._kept_by)
 
-    def do(self, method: Callable[..., Any], /, *args: Any) -> list[Any]:
+    def call(self, method: Callable[..., Any], /, *args: Any) -> list[Any]:
         """Return the results of ``method(kept, *args)`` by rank."""
-        return self(_do, method, *args)
+        return self(_call, method, *args)
 
     def restart(self) -> None:
         """Make the ranks usable after an error. What they kept is made anew."""
         self._restart()
-        if self._making is not None:
-            self.make(*self._making)
+        if self._kept_by is not None:
+            self.keep(*self._kept_by)
 
     @abstractmethod
     def _restart(self) -> None:
@@ -91,12 +91,12 @@ class RankCaller(ABC):
 _kept: list[Any] = []  # at most one object
 
 
-def _make(rank: int, factory: Callable[..., Any], *args: Any) -> None:
+def _keep(rank: int, factory: Callable[..., Any], *args: Any) -> None:
     _kept.clear()
     _kept.append(factory(rank, *args))
 
 
-def _do(rank: int, method: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG001
+def _call(rank: int, method: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG001
     return method(_kept[0], *args)
 
 

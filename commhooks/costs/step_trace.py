@@ -90,7 +90,7 @@ class BucketTrace:
     exchanges: tuple["BucketTrace", ...] = ()
     """Exchanges begun after the step: Note [Exchanges between steps] in comm/exchange.py."""
     steps: int = 0
-    """Of an exchange: the number of steps until its result is awaited."""
+    """The number of steps until the result is awaited, if this is an exchange."""
 
     @property
     def structure(self) -> tuple[tuple[tuple[str, bool], ...], ...]:

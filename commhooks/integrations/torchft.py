@@ -32,10 +32,10 @@ in which they send or take something. See :class:`~commhooks.hook.elastic.Elasti
     backward       the hook on each bucket
     its end        manager.should_commit()     if the hook has sent or taken: commit() or recover()
 
-So these hooks need an optimizer that is not torchft's. A member that comes gets the parameters from
-the user's functions, and from ours the state of the hook and the number of the step, by which all
-members agree where the next boundary is. After an error nothing is sent before the next quorum, and
-the local gradients are used. Why: docs/design/2026-11-26-elastic-diloco.md.
+So these hooks need an optimizer that is not torchft's. A joining member receives the parameters
+through the user's state_dict functions, and through ours the hook's state and the number of the
+step, by which all members agree where the next boundary is. After an error nothing is sent before
+the next quorum, and the local gradients are used. Why: docs/design/2026-11-26-elastic-diloco.md.
 """
 
 import weakref
@@ -187,7 +187,7 @@ class _Handle(HookHandle):
         )
 
 
-class _Members(Adapter):
+class _QuorumMixin(Adapter):
     """The part of both adapters that follows the quorums of a manager.
 
     Call :meth:`follow` after the adapter's constructor.
@@ -233,7 +233,7 @@ class _Members(Adapter):
     def stats(self, last: int | None = None) -> HookStats:
         return self._collector.stats(1 if self._followed is None else self._followed.size(), last)
 
-    def _reports(self, step: Callable[[], Any]) -> None:
+    def _report_errors_of(self, step: Callable[[], Any]) -> None:
         """Report an error to the manager. It raises nothing: the step is not committed."""
         if self._manager.errored():
             return
@@ -264,7 +264,7 @@ class _Members(Adapter):
             return
         if self._elastic.sends(self.steps):
             self._manager.start_quorum()
-            self._reports(self._follow_members)
+            self._report_errors_of(self._follow_members)
         self._begun = self.steps
 
     def _end_step_of_members(self, step: int) -> None:
@@ -295,7 +295,7 @@ def _copied(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Te
     }
 
 
-class _Averager(_Members, TorchDDPAdapter):
+class _Averager(_QuorumMixin, TorchDDPAdapter):
     """Runs the hook on each bucket of torch's reducer."""
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
@@ -307,17 +307,17 @@ class _Averager(_Members, TorchDDPAdapter):
                     "there is none; use torchft.Optimizer(manager, optimizer), whose zero_grad() "
                     "begins one, or call manager.start_quorum() before backward"
                 )
-            self._reports(self._manager.wait_quorum)
+            self._report_errors_of(self._manager.wait_quorum)
             self.steps = self._manager.current_step()
-            self._reports(self._follow_members)
+            self._report_errors_of(self._follow_members)
         return super().run(bucket)
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._elastic is None:
-            self._reports(lambda: self._average_participants(own))
+            self._report_errors_of(lambda: self._average_participants(own))
         else:
             own_gradients = own.buffer().clone() if self._elastic.sends(self.steps) else None
-            self._reports(lambda: self._run_hook(own))
+            self._report_errors_of(lambda: self._run_hook(own))
             if own_gradients is not None and self._manager.errored():
                 own.buffer().copy_(own_gradients)
         return completed(bucket.buffer())
@@ -338,7 +338,7 @@ class _Averager(_Members, TorchDDPAdapter):
             bucket.buffer().copy_(average)
 
     def _vote(self, runner: Runner, buckets: int) -> None:
-        self._reports(partial(super()._vote, runner, buckets))
+        self._report_errors_of(partial(super()._vote, runner, buckets))
 
     def _end_step(self) -> None:
         step = self.steps
@@ -346,7 +346,7 @@ class _Averager(_Members, TorchDDPAdapter):
         self._end_step_of_members(step)
 
 
-class _ShardedAverager(_Members, FSDPAdapter):
+class _ShardedAverager(_QuorumMixin, FSDPAdapter):
     """Runs the hook on the shards of a model that ``fully_shard`` has sharded in each replica.
 
     FSDP sees one replica, so local gradients are scaled as in a model that is only sharded.
@@ -365,7 +365,7 @@ class _ShardedAverager(_Members, FSDPAdapter):
         assert self._elastic is not None
         own_gradients = flat.clone() if self._elastic.sends(self.steps) else None
         super()._reduce(unit, flat, dist.ReduceOp.AVG)
-        self._reports(self._raise_failure)
+        self._report_errors_of(self._raise_failure)
         if own_gradients is not None and self._manager.errored():
             flat.copy_(own_gradients)
 
@@ -384,8 +384,8 @@ class _ShardedAverager(_Members, FSDPAdapter):
         """Leave the gradients as they are: those of this replica."""
 
     def _end_step(self, runner: Runner) -> None:
-        self._reports(lambda: runner.end_step(self._buckets, self._step).wait())
-        self._reports(self._raise_failure)
+        self._report_errors_of(lambda: runner.end_step(self._buckets, self._step).wait())
+        self._report_errors_of(self._raise_failure)
 
     def _raise_failure(self) -> None:
         failure, self._error = self._error, None

@@ -79,7 +79,7 @@ def _checks() -> dict[str, Callable[[], Result]]:
         "torch": partial(_version, torch.__version__, _TORCH, reinstall),
         **{extension.name: partial(_extension, extension) for extension in EXTENSIONS},
         "backends": _backends,
-        "Gloo network": _network,
+        "Gloo network": _gloo_interfaces,
         "CUDA": _cuda,
         "CuPy": _cupy,
         "C++ compiler": partial(_compiler, os.environ.get("CXX", "c++"), install),
@@ -126,7 +126,7 @@ def _backends() -> Result:
     return Health.BROKEN, ", ".join(names) or "none", remedy
 
 
-def _network() -> Result:
+def _gloo_interfaces() -> Result:
     """Find the interfaces that Gloo takes, and what is likely to be wrong with them."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     is_named = len(chosen) > 1  # torch ignores shorter values

@@ -21,7 +21,7 @@ _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _CUDA_PROCESS_BYTES = 2_000_000_000  # with the libraries of CUDA
 _CONTEXT_BYTES = 1_000_000_000  # of a process on a CUDA device, with NCCL's buffers
 _COPIES = 8
-"""What is as large as the gradients: they, buckets, errors and other state, temporary memory."""
+"""Tensors the size of the gradients: they, buckets, errors and other state, temporary memory."""
 
 
 def cores() -> int:
@@ -134,17 +134,19 @@ def check_limits(world_size: int, model: ModelSize, device: Device = CPU) -> Non
         )
     free, sharing = device.free_bytes(), device.sharing(world_size)
     on_host = (_PROCESS_BYTES, _COPIES) if free is None else (_CUDA_PROCESS_BYTES, 0)
-    where = " that share a device" if sharing > 1 else " with an own device"
-    for ranks, place, available, own_bytes, copies in (
-        (world_size, "", _bytes("/proc/meminfo", "MemAvailable"), *on_host),
-        (sharing, where, free, _CONTEXT_BYTES, _COPIES),
+    on_device = f"{sharing} ranks that share a device need"
+    if sharing == 1:
+        on_device = "each rank, on its own device, needs"
+    for ranks, these, available, own_bytes, copies in (
+        (world_size, f"{world_size} ranks need", _bytes("/proc/meminfo", "MemAvailable"), *on_host),
+        (sharing, on_device, free, _CONTEXT_BYTES, _COPIES),
     ):
         needed = ranks * (own_bytes + model.parameter_bytes + copies * model.gradient_bytes)
         if available is not None and needed > available:
             process, parameters, gradients = map(format_bytes, (own_bytes, *model[:2]))
             raise LimitError(
-                f"{ranks} rank{'s' * (ranks > 1)}{place} need about {format_bytes(needed)}, and "
-                f"{format_bytes(available)} are free: for each {process} of a process, "
+                f"{these} about {format_bytes(needed)}, and {format_bytes(available)} are free: "
+                f"for each {process} of a process, "
                 f"{parameters} of parameters and {copies} x {gradients} of gradients, buckets, "
                 "errors and temporary memory; use fewer ranks or a smaller model"
             )

@@ -129,11 +129,11 @@ def measure_groups(
     outcomes: dict[str, dict[int, Choice]] = {}
     with Ranks(_RANKS, device=job.device, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo: Gloo = ranks(measure_gloo)[0]
-        ranks.make(_GroupedModel, job, tuple(exact), world_size)
-        groups, step = ranks.do(_GroupedModel.prepared)[0]
+        ranks.keep(_GroupedModel, job, tuple(exact), world_size)
+        groups, step = ranks.call(_GroupedModel.prepared)[0]
         for hook in hooks:
             try:
-                outcomes[hook.text], refusal = ranks.do(_GroupedModel.measure, hook.config)[0]
+                outcomes[hook.text], refusal = ranks.call(_GroupedModel.measure, hook.config)[0]
             except Exception as error:
                 if hook is hooks[0]:
                     raise

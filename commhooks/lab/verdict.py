@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from commhooks.costs.units import format_duration
 from commhooks.hook.fidelity import fidelity_of
 
-CAUTIOUS = "bf16"
+FALLBACK = "bf16"
 """The hook to keep if no other one helps, unless it does not help either."""
 _NEVER = {"bare", "torch", "allreduce", "noop"}
 _WORTH_IT = 1.1
@@ -17,10 +17,12 @@ Noise = Callable[[str, str], float]
 """The seconds by which the steps with two hooks may differ by chance."""
 
 
-def kept(seconds: Mapping[str, float], baseline: str, noise: Noise = lambda *_: 0.0) -> str:
+def fallback_hook(
+    seconds: Mapping[str, float], baseline: str, noise: Noise = lambda *_: 0.0
+) -> str:
     """Return the choice if no hook helps: plain averaging, or bf16 where that is faster."""
-    is_faster = CAUTIOUS in seconds and _gain(seconds, CAUTIOUS, baseline, noise) >= _WORTH_IT
-    return CAUTIOUS if is_faster else baseline
+    is_faster = FALLBACK in seconds and _gain(seconds, FALLBACK, baseline, noise) >= _WORTH_IT
+    return FALLBACK if is_faster else baseline
 
 
 def verdict(
@@ -34,8 +36,8 @@ def verdict(
     ``losses`` are changes of the loss in percent; where they lack a hook, those of small trainings
     count, see :mod:`commhooks.hook.fidelity`.
     """
-    keep = kept(seconds, baseline, noise)
-    others = sorted(seconds.keys() - _NEVER - {keep, CAUTIOUS}, key=lambda hook: seconds[hook])
+    keep = fallback_hook(seconds, baseline, noise)
+    others = sorted(seconds.keys() - _NEVER - {keep, FALLBACK}, key=lambda hook: seconds[hook])
     faster = {hook: _gain(seconds, hook, keep, noise) for hook in others}
     faster = {hook: gain for hook, gain in faster.items() if gain >= _WORTH_IT}
     changes = {hook: (losses or {}).get(hook, _change(hook)) for hook in faster}
@@ -54,7 +56,7 @@ def verdict(
         text = f"Use {described(good)}."
     else:
         text = f"No hook helps: keep {_shown(keep)}."
-        if keep == CAUTIOUS:
+        if keep == FALLBACK:
             gain = seconds[baseline] / seconds[keep]
             text = f"No other hook helps: keep {keep}, {gain:.1f} times as fast as "
             text += f"{_shown(baseline)}."

@@ -66,13 +66,13 @@ class Counter:
 
 def test_an_object_is_kept_on_each_rank_and_made_anew_after_a_restart() -> None:
     with Ranks(2) as ranks:
-        ranks.make(Counter, 10)
-        assert ranks.do(Counter.add, 1) == [11, 12]
-        assert ranks.do(Counter.add, 1) == [12, 13]
+        ranks.keep(Counter, 10)
+        assert ranks.call(Counter.add, 1) == [11, 12]
+        assert ranks.call(Counter.add, 1) == [12, 13]
         ranks.restart()
-        assert ranks.do(Counter.add, 5) == [15, 16]
-        ranks.make(Counter, 20)
-        assert ranks.do(Counter.add, 0) == [20, 21]
+        assert ranks.call(Counter.add, 5) == [15, 16]
+        ranks.keep(Counter, 20)
+        assert ranks.call(Counter.add, 0) == [20, 21]
 
 
 def test_an_error_names_its_rank() -> None:

@@ -38,7 +38,7 @@ from commhooks.lab.comparison import (
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.remote import ComparedModel, TrainingError
+from commhooks.lab.comparison.rank_side import ComparedModel, TrainingError
 from commhooks.lab.machine import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
 from commhooks.lab.simulation import BreakEvenRates, Study
@@ -345,14 +345,14 @@ def _take_turns(rank: int) -> None:
     wrappers_before = _wrappers()
 
     def own_gradients() -> list[Tensor]:
-        with side.turn(BARE, 0) as (turn, _):
-            turn.step()
-            return [gradient.clone() for gradient in turn.gradients()]
+        with side.entry_run(BARE, 0) as (run, _):
+            run.step()
+            return [gradient.clone() for gradient in run.gradients()]
 
     own = own_gradients()
-    with side.turn(TORCH, 0) as (turn, _):
-        turn.step()
-    assert _wrappers() <= wrappers_before, turn  # though the turn is still known
+    with side.entry_run(TORCH, 0) as (run, _):
+        run.step()
+    assert _wrappers() <= wrappers_before, run  # though the run is still known
     configs = [{"name": "bf16"}, {"name": "powersgd", "rank": 1}, {"name": "shifting"}]
     for entry in (TORCH, *(Entry(config["name"], config) for config in configs)):
         side.time_block(entry, 0, 2)
@@ -608,8 +608,8 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
         ({"hooks": []}, ComparisonError, "at least one hook"),
         ({"timeout": 0.0}, ComparisonError, "expected a time-out in seconds, found 0"),
-        ({"steps": 0}, ComparisonError, "at least 1 of steps, found 0"),
-        ({"train_steps": 0}, ComparisonError, "at least 1 of training steps, found 0"),
+        ({"steps": 0}, ComparisonError, "^steps: expected at least 1, found 0"),
+        ({"train_steps": 0}, ComparisonError, "training steps: expected at least 1, found 0"),
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),
         ({"world_size": 4096}, LimitError, "at most 8 per core"),
         ({"links": [0.0]}, ComparisonError, "expected a rate"),

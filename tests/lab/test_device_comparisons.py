@@ -164,7 +164,9 @@ def test_memory_of_a_device_of_ones_own_is_limited() -> None:
         mock.patch.object(torch.cuda, "mem_get_info", return_value=(10**10, 10**11)),
     ):
         check_limits(2, ModelSize(10**9, 10**9, 1e-7), CUDA)
-        with pytest.raises(LimitError, match=r"^1 rank with an own device need about 10\.9 GB"):
+        with pytest.raises(
+            LimitError, match=r"^each rank, on its own device, needs about 10\.9 GB"
+        ):
             check_limits(2, ModelSize(11 * 10**8, 11 * 10**8, 1e-7), CUDA)
 
 

@@ -7,7 +7,7 @@
       Setting      loopback, a link or a network, and what was measured there
       Task         some steps of an entry: to verify it, to time it, or to train
     on each rank, a ComparedModel does tasks
-      Turn         a new wrapper of an entry; returns FirstSteps, or a Block of StepTimes
+      EntryRun     an entry with a fresh wrapper; returns FirstSteps, or a Block of StepTimes
       TrainingRun  a training of an entry; returns TrainingPoints
     Figures      medians of an entry over its blocks, of which a Row of the Comparison is made
 """

@@ -19,7 +19,7 @@ from commhooks.lab.comparison.experiment import (
     ProgressCallback,
     Setting,
 )
-from commhooks.lab.comparison.remote import load_training_function
+from commhooks.lab.comparison.rank_side import load_training_function
 from commhooks.lab.comparison.result import (
     Comparison,
     ComparisonError,
@@ -32,7 +32,7 @@ from commhooks.lab.machine import check_model, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
 from commhooks.lab.simulation import BreakEvenRates
 from commhooks.lab.simulation.dry_run import check_kernels
-from commhooks.lab.verdict import CAUTIOUS
+from commhooks.lab.verdict import FALLBACK
 
 
 def compare(
@@ -65,7 +65,7 @@ def compare(
             :class:`commhooks.lab.comparison.entry.Entry` is another way to average, which comes
             before them and is not predicted.
         input: a function that returns a batch, or its name; None for the model's own input.
-        train: a function or its name, see Note [Training functions] in remote.py.
+        train: a function or its name, see Note [Training functions] in rank_side.py.
         world_size: number of ranks.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
@@ -116,8 +116,8 @@ def compare(
     for name in (BARE.name, TORCH.name):
         if name in names:
             raise ComparisonError(f"hook {name!r} has the name of a baseline; rename it")
-    if CAUTIOUS not in names:
-        specs.insert(0, hook_spec(CAUTIOUS))
+    if FALLBACK not in names:
+        specs.insert(0, hook_spec(FALLBACK))
     check_kernels(specs, conditions.workload.device)
     notes = []
     if ranks is None and world_size > cores():

@@ -20,7 +20,13 @@ from commhooks.costs.units import format_duration, format_rate
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
-from commhooks.lab.comparison.remote import FIRST_STEP, Block, ComparedModel, FirstSteps, StepTimes
+from commhooks.lab.comparison.rank_side import (
+    FIRST_STEP,
+    Block,
+    ComparedModel,
+    FirstSteps,
+    StepTimes,
+)
 from commhooks.lab.comparison.result import (
     HOSTS,
     LOOPBACK,
@@ -47,7 +53,7 @@ ProgressCallback = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What :func:`commhooks.lab.comparison.compare` measures on, and for how long: its arguments.
+    """Settings of a comparison: arguments of :func:`commhooks.lab.comparison.compare`.
 
     Raises ComparisonError if a number makes no sense.
     """
@@ -67,7 +73,7 @@ class Conditions:
             raise ComparisonError(f"expected a time-out in seconds, found {self.timeout}")
         for what, number in (("steps", self.steps), ("training steps", self.train_steps)):
             if number < 1:
-                raise ComparisonError(f"expected at least 1 of {what}, found {number}")
+                raise ComparisonError(f"{what}: expected at least 1, found {number}")
         if self.world_size < 2:
             raise ComparisonError(
                 f"expected at least 2 ranks, found {self.world_size}: one has no peer"
@@ -204,7 +210,7 @@ class Experiment:
         """Prepare ranks for the tasks of a new setting."""
         setting = Setting(name, bits_per_second)
         self._tell(setting, "preparing")
-        ranks.make(ComparedModel, self.conditions.workload)
+        ranks.keep(ComparedModel, self.conditions.workload)
         self.settings.append(setting)
         return setting
 
@@ -216,7 +222,7 @@ class Experiment:
         count, device = ranks.local_world_size, ranks.device
         if device.sharing(count) > 1:
             steps = min(self.conditions.steps, _MOST)
-            self.alone_seconds = ranks.do(ComparedModel.time_alone, steps)[0]
+            self.alone_seconds = ranks.call(ComparedModel.time_alone, steps)[0]
             assert self.alone_seconds is not None
             self.notes.append(
                 f"{count} ranks share {device} and take turns, so all steps, of bare too, "
@@ -270,7 +276,7 @@ class Experiment:
         entry, name = task.entry, task.entry.name
         match task.kind:
             case "verifying":
-                first = _worst(ranks.do(ComparedModel.verify, entry))
+                first = _worst(ranks.call(ComparedModel.verify, entry))
                 error, rounding = first.error or 0.0, _ROUNDINGS * self.model.precision
                 if not math.isfinite(error):
                     raise CommHookError(
@@ -285,7 +291,7 @@ class Experiment:
                     )
                 setting.first_steps[name] = first
             case "measuring":
-                by_rank: list[Block] = ranks.do(
+                by_rank: list[Block] = ranks.call(
                     ComparedModel.time_block, entry, task.done, task.steps
                 )
                 steps = zip(*(block.times for block in by_rank), strict=True)
@@ -295,9 +301,9 @@ class Experiment:
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
-                    ranks.do(ComparedModel.begin_training, entry, self.conditions.train)
+                    ranks.call(ComparedModel.begin_training, entry, self.conditions.train)
                 for left in range(task.steps, 0, -1):
-                    point = ranks.do(ComparedModel.train, left == 1)[0]
+                    point = ranks.call(ComparedModel.train, left == 1)[0]
                 setting.training.setdefault(name, []).append(point)
                 if entry != TORCH and not math.isfinite(point.validation_loss):
                     raise CommHookError(

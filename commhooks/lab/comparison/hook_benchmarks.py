@@ -29,17 +29,17 @@ from commhooks.hook.spec import HookLike, HookSpec
 from commhooks.lab.comparison.compare import result_of
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Conditions, Experiment, Task, timing_tasks
-from commhooks.lab.comparison.remote import FirstSteps
+from commhooks.lab.comparison.rank_side import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK
 from commhooks.lab.machine import ModelSize, check_model
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation.dry_run import check_kernels
 
-_BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
+_BASELINES = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 
 
 @dataclass(frozen=True)
-class _Place(Conditions):
+class _BenchmarkSettings(Conditions):
     """Hooks are comparable if these are equal."""
 
     link: str = LOOPBACK
@@ -77,13 +77,15 @@ class _Workload(Workload):
 class _Group:
     """The hooks of a module in one place."""
 
-    def __init__(self, place: _Place, size: ModelSize, ranks: Ranks, rate: float | None) -> None:
+    def __init__(
+        self, place: _BenchmarkSettings, size: ModelSize, ranks: Ranks, rate: float | None
+    ) -> None:
         self._ranks = ranks
         self._experiment = Experiment(place, size, [])
         self._setting = self._experiment.begin(place.link, ranks, rate)
         self.benchmarks: list[tuple[str, Any]] = []
         """The hooks that are timed, and what waits for their steps."""
-        for entry in _BESIDE.values():
+        for entry in _BASELINES.values():
             self.verify(entry)
 
     def verify(self, entry: Entry) -> FirstSteps:
@@ -115,7 +117,7 @@ class _Group:
             for block in self._setting.blocks[name]:
                 for times in block.times:
                     benchmark.stats.update(times.step)
-            figures = {n: self._setting.figures(n) for n in (*_BESIDE, name)}
+            figures = {n: self._setting.figures(n) for n in (*_BASELINES, name)}
             benchmark.extra_info.update(
                 step_seconds={n: f.step_seconds for n, f in figures.items() if f},
                 backward_seconds={n: f.backward_seconds for n, f in figures.items() if f},
@@ -153,10 +155,10 @@ class ModuleBenchmarks:
     name: str
     path: Path
     tables: dict[str, str] = field(default_factory=dict)
-    _groups: dict[_Place, _Group] = field(default_factory=dict)
+    _groups: dict[_BenchmarkSettings, _Group] = field(default_factory=dict)
     _open: ExitStack = field(default_factory=ExitStack)
 
-    def group(self, place: _Place) -> _Group:
+    def group(self, place: _BenchmarkSettings) -> _Group:
         """Return the hooks in a place; skip the test if this machine cannot make the link."""
         if place not in self._groups:
             with ExitStack() as stack:
@@ -237,14 +239,14 @@ class HookBenchmarks:
         options = tuple((name, _hashable(given[name])) for name in sorted(given))
         module = self.module.name, str(self.module.path)
         workload = _Workload(model, batch, options, set_to_none, device, module)
-        place = _Place(workload, ranks_per_host=ranks_per_host, **chosen)
+        place = _BenchmarkSettings(workload, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         if entry.config is not None:
             check_kernels([HookSpec(entry.name, entry.config)], device)
         group = self.module.group(place)
         self.benchmark.group = str(place)
         first: FirstSteps = self.benchmark.pedantic(group.verify, (entry,))
-        noop_error = group.verify(_BESIDE["noop"]).error
+        noop_error = group.verify(_BASELINES["noop"]).error
         self.benchmark.extra_info.update(hook=entry.name, error=first.error, noop_error=noop_error)
         if self.benchmark.stats is not None:  # it is None with --benchmark-disable
             self.benchmark.stats.stats.data.clear()  # the time of the verification
@@ -258,15 +260,16 @@ def _hashable(value: Any) -> Any:
 
 
 def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
+    refused = CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
+    if isinstance(hook, Entry) or hook in (BARE.name, TORCH.name):
+        if options:
+            raise refused
+        return hook if isinstance(hook, Entry) else _BASELINES[str(hook)]
     match hook:
-        case Entry() if not options:
-            return hook
-        case BARE.name | TORCH.name if not options:
-            return _BESIDE[hook]
-        case str() | Mapping() if options and hook not in (BARE.name, TORCH.name):
+        case str() | Mapping() if options:
             hook = create(hook, **options)
         case type():
             hook = hook(**options)
         case _ if options:
-            raise CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
+            raise refused
     return Entry.of(hook)

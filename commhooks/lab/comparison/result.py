@@ -10,7 +10,7 @@ from typing import Any
 from commhooks.costs.units import aligned, format_bytes, format_duration, format_rate
 from commhooks.errors import CommHookError
 from commhooks.lab.simulation.study import BreakEvenRates
-from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
+from commhooks.lab.verdict import cost_of_measuring, fallback_hook, fidelity_text, verdict
 
 LOOPBACK = "loopback"
 HOSTS = "network of these hosts"
@@ -266,7 +266,7 @@ class Comparison:
         }
         text = verdict(seconds, baseline, losses, noise)
         if self.measuring_seconds is not None and "bare" in rows:
-            keep = kept(seconds, baseline, noise)
+            keep = fallback_hook(seconds, baseline, noise)
             saved = seconds[keep] - seconds["bare"]
             text += f" {cost_of_measuring(self.measuring_seconds, saved, noise(keep))}"
         return text

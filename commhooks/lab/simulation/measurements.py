@@ -137,12 +137,12 @@ def measure(
         with Ranks(max(2, busy), device=job.device, timeout=_TIMEOUT_SECONDS) as own:
             return measure(job, hooks, sizes, own)
     gloo: Gloo = ranks(measure_gloo)[0]
-    ranks.make(ProfiledModel, job, busy)
+    ranks.keep(ProfiledModel, job, busy)
     dry_runs: dict[str, DryRuns] = {}
     reasons: dict[str, str] = {}
     for config in map(config_of, hooks):
         try:
-            dry_runs[_hook_key(config)] = ranks.do(ProfiledModel.dry_run, config, list(sizes))[0]
+            dry_runs[_hook_key(config)] = ranks.call(ProfiledModel.dry_run, config, list(sizes))[0]
         except Exception as error:
             if config == {"name": BASELINE} or isinstance(error, ModelError):
                 raise

@@ -83,8 +83,8 @@ class Block:
     waited_seconds: float | None
 
 
-class Turn:
-    """A new wrapper of an entry around ``module``, and its steps.
+class EntryRun:
+    """One run of an entry, with a fresh wrapper around ``module``.
 
     The module must be the same on all ranks. The hook counts steps from ``first_step``.
     """
@@ -122,7 +122,7 @@ class Turn:
         self._model.zero_grad(set_to_none=self._workload.set_to_none)
 
     def close(self) -> None:
-        """Free the wrapper, though a variable may still refer to the turn."""
+        """Free the wrapper, though a variable may still refer to the run."""
         del self._model, self.handle, self._batch
 
     def gradients(self) -> list[Tensor]:
@@ -244,35 +244,35 @@ class ComparedModel:
         The mean is that of the bare model's gradients.
         """
         if entry != BARE and not self._mean:
-            with self.turn(BARE, FIRST_STEP) as (turn, _):
-                turn.step()
-                self._mean = list(map(_mean, turn.gradients()))
-        with self.turn(entry, FIRST_STEP) as (turn, peak):
-            turn.step()
-            error = None if entry == BARE else _error(turn.gradients(), self._mean)
+            with self.entry_run(BARE, FIRST_STEP) as (run, _):
+                run.step()
+                self._mean = list(map(_mean, run.gradients()))
+        with self.entry_run(entry, FIRST_STEP) as (run, peak):
+            run.step()
+            error = None if entry == BARE else _error(run.gradients(), self._mean)
             peak.begin()  # again, because computing the error does not count
             for _ in range(_WARM_UP):
-                turn.clear()
-                turn.step()
-            return FirstSteps(error, peak.nbytes(), turn.costs()[0])
+                run.clear()
+                run.step()
+            return FirstSteps(error, peak.nbytes(), run.costs()[0])
 
     def time_block(self, entry: Entry, done: int, steps: int) -> Block:
         """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps."""
         self._mean, times = [], list[StepTimes]()
-        with self.turn(entry, FIRST_STEP + done - _WARM_UP) as (turn, _):
+        with self.entry_run(entry, FIRST_STEP + done - _WARM_UP) as (run, _):
             for index in range(_WARM_UP + steps):
                 if index == _WARM_UP:
-                    turn.begin_counting()
-                times.append(turn.step())
-                turn.clear()
-            return Block(tuple(times[_WARM_UP:]), *turn.costs())
+                    run.begin_counting()
+                times.append(run.step())
+                run.clear()
+            return Block(tuple(times[_WARM_UP:]), *run.costs())
 
     def time_alone(self, steps: int) -> float | None:
         """Return the median step of the bare model while no other rank computes, on rank 0."""
         if self._rank > 0:
             return None
-        with self.turn(BARE, FIRST_STEP) as (turn, _):
-            times = [turn.step_alone().step for _ in range(_WARM_UP + steps)]
+        with self.entry_run(BARE, FIRST_STEP) as (run, _):
+            times = [run.step_alone().step for _ in range(_WARM_UP + steps)]
         return statistics.median(times[_WARM_UP:])
 
     def begin_training(self, entry: Entry, function: str) -> None:
@@ -289,14 +289,14 @@ class ComparedModel:
         return self._run.validate() if validate else None
 
     @contextmanager
-    def turn(self, entry: Entry, first_step: int) -> Iterator[tuple[Turn, MemoryPeak]]:
-        """Let the entry take a turn, see Note [One model for all entries]."""
+    def entry_run(self, entry: Entry, first_step: int) -> Iterator[tuple[EntryRun, MemoryPeak]]:
+        """Run an entry: Note [One model for all entries]."""
         parameters = list(self.module.parameters()) if entry.changes_parameters else []
         before = [parameter.detach().clone() for parameter in parameters]
         peak = MemoryPeak(self._workload.device)
-        turn = Turn(entry, self.module, self._workload, self._rank, first_step=first_step)
-        yield turn, peak
-        turn.close()
+        run = EntryRun(entry, self.module, self._workload, self._rank, first_step=first_step)
+        yield run, peak
+        run.close()
         for parameter, value in zip(parameters, before, strict=True):
             parameter.detach().copy_(value)
         self.module.zero_grad(set_to_none=True)
