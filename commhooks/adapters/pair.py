@@ -130,21 +130,9 @@ class _PairAdapter(TorchAdapter):
     def __init__(self, register: Callable[[], None], *model: Any) -> None:
         super().__init__(*model)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
-        self._last_index = -1  # of torch's buckets
-        self._has_last = False  # torch's last one of this step has come
 
-    def run(self, bucket: TorchBucket) -> Future[Tensor]:
-        if bucket.index() <= self._last_index:
-            self._end_step()  # torch left out the last bucket of the step before
-        self._last_index, self._has_last = bucket.index(), bucket.is_last()
-        return super().run(bucket)
-
-    def _names_in(self, bucket: TorchBucket) -> list[str]:
-        if isinstance(bucket, GradBucket):  # of our own reducer: complex ones are real views
-            names = bucket.names
-        else:
-            names = [self._name_of.get(id(parameter), "") for parameter in bucket.parameters()]
-        is_known = set(names) <= set(self._names)
+    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
+        is_known = set(self._names_in(bucket)) <= set(self._names)
         if self._register is not None:
             what = "the comparison of the ranks' modules"
             known = values_of_ranks(is_known, self.group, self.device, what)
@@ -158,13 +146,10 @@ class _PairAdapter(TorchAdapter):
             elif self._runner is not None:
                 self._runner.abort()  # ends the step on the other ranks
             raise self._lacks_parameters(self.group.rank(), bucket)
-        return names
+        return super()._with_names(bucket, index)
 
     def _lacks_parameters(self, rank: int, bucket: TorchBucket) -> CommHookError:
         return CommHookError(
             f"[rank {self.group.rank()}] the module of the CommHookState on rank {rank} lacks "
             f"parameters of bucket {bucket.index()}; pass it the module that the wrapper gets"
         )
-
-    def _is_finalized(self) -> bool:
-        return self._has_last

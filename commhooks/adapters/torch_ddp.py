@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Generator
 from contextlib import suppress
 from functools import partial
@@ -45,7 +44,10 @@ class TorchAdapter(Adapter):
 
     Any bucket may be the first, because torch may leave out others. A backward within a backward,
     as reentrant checkpoints run it, ends before the outer one. Therefore every bucket queues, and B
-    does nothing until torch has finalized.
+    does nothing until all buckets have come or torch has finalized. If the caller is to finalize
+    after backward (``require_manual_backward_finalization``), B waits for the hooks itself. A step
+    that is not seen to end, because torch left out its last bucket, ends when the next one begins.
+    Torch's indices do not tell: all buckets of the first step of a static graph have index 0.
 
     A sparse gradient has a bucket of its own, wherever it comes among the others. It is averaged
     here, exactly, and hooks see only the other buckets.
@@ -78,11 +80,13 @@ class TorchAdapter(Adapter):
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self.steps = 0
         self._step: Generator[Future[Tensor] | None, TorchBucket | None, None] | None = None
+        self._reached: set[str] = set()  # parameters whose buckets of this step have come
+        self._has_last = False  # the bucket that torch marks as the last of this step has come
         self._gradient_hooks: list[RemovableHandle] = []
 
-    @abstractmethod
-    def _is_finalized(self) -> bool:
-        """Return whether torch has finished the step."""
+    def _has_all_buckets(self) -> bool:
+        """Return whether torch passes no further bucket of this step."""
+        return self._has_last or len(self._reached) == len(self._name_of)
 
     def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         """Do nothing: :meth:`run` calls what is installed."""
@@ -104,6 +108,11 @@ class TorchAdapter(Adapter):
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
+        names = {name for name in self._names_in(bucket) if name}
+        if not self._reached.isdisjoint(names):
+            self._end_step()
+        self._reached |= names
+        self._has_last = bucket.is_last()
         if self._step is None:
             self._step = self._run_step()
             next(self._step)
@@ -116,12 +125,12 @@ class TorchAdapter(Adapter):
         return future
 
     def _end_backward(self) -> None:
-        if self._step is not None and self._is_finalized():
+        if self._step is not None and self._has_all_buckets():
             self._end_step()
 
     def _end_step(self) -> None:
         """End the step, if one is under way, and raise its error."""
-        step, self._step = self._step, None
+        step, self._step, self._reached = self._step, None, set()
         if step is not None:
             with suppress(StopIteration):
                 step.send(None)
@@ -164,9 +173,8 @@ class TorchAdapter(Adapter):
                 errors.append(error)
                 future = completed(gradients)
             futures.append(future)
-        if not _is_in_backward():  # where torch has waited for them
-            for future in futures:
-                future.wait()
+        for future in futures:
+            future.wait()
         if self._runner is not None and launched > 0 and not told_last:
             try:
                 self._vote(self._runner, launched)
@@ -235,7 +243,10 @@ class TorchAdapter(Adapter):
         )
 
     def _names_in(self, bucket: TorchBucket) -> list[str]:
-        return [self._name_of[id(parameter)] for parameter in bucket.parameters()]
+        """Return the names of a bucket's parameters, empty ones for those that are not known."""
+        if isinstance(bucket, GradBucket):  # of our own reducer: complex ones are real views
+            return bucket.names
+        return [self._name_of.get(id(parameter), "") for parameter in bucket.parameters()]
 
     def _average(self, bucket: TorchBucket) -> Future[Tensor]:
         if bucket.buffer().is_sparse:
@@ -272,8 +283,10 @@ class TorchDDPAdapter(TorchAdapter):
         except RuntimeError as error:
             raise CommHookError(IS_TAKEN) from error
 
-    def _is_finalized(self) -> bool:
-        try:
+    def _has_all_buckets(self) -> bool:
+        if super()._has_all_buckets():
+            return True
+        try:  # torch may have left out the last one
             self._reducer._check_reducer_finalized()  # noqa: SLF001
         except RuntimeError:
             return False

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.testing.probe import Trainer
+from reducer.extension import ENGINE
 
 
 @dataclass
@@ -269,6 +271,67 @@ def test_backwards_within_backward_are_one_step(run_ranks: Any) -> None:
     run_ranks(recompute, 2)
 
 
+@dataclass
+class BreaksAtTheEnd(commhooks.CommHook):
+    """Fails once on rank 0, in step 2, when the other rank has sent everything."""
+
+    seen: list[tuple[int, int]] = field(default_factory=list, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.seen.append((comm.step, bucket.index()))
+        average = await comm.all_reduce(bucket.buffer().div_(comm.size))
+        is_first_try = self.seen.count((2, 0)) == 1
+        if is_first_try and comm.rank == 0 and bucket.is_last():
+            time.sleep(0.2)  # the other rank is at the end of its backward
+            raise ValueError("broken")
+        return average
+
+
+def finalize_later(rank: int, size: int, wrapper: Any, is_pair: bool) -> None:
+    torch.manual_seed(0)
+    net = Net(twice=False)
+    model = wrapper(net, bucket_cap_mb=0.0001)
+    hook = BreaksAtTheEnd()
+    if is_pair:
+        model.register_comm_hook(commhooks.CommHookState(hook, module=net), commhooks.comm_hook)
+    else:
+        commhooks.register(model, hook)
+    model.require_manual_backward_finalization = True
+    for step in range(4):
+        loss = model(torch.full((1, 6), rank + 1.0)).sum()
+        if step == 2:
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                loss.backward()
+        else:
+            loss.backward()
+        model.finalize_backward()
+        gradient = net.first.weight.grad
+        assert gradient is not None
+        of_ranks = [torch.empty_like(gradient) for _ in range(size)]
+        dist.all_gather(of_ranks, gradient)
+        assert step == 2 or torch.equal(*of_ranks)
+        model.zero_grad()
+    steps = [step for step, index in hook.seen if index == 0]
+    assert steps == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "is_pair"),
+    [
+        (TorchDistributedDataParallel, False),
+        (TorchDistributedDataParallel, True),
+        (commhooks.DistributedDataParallel, True),
+    ],
+)
+def test_finalizing_by_hand(run_ranks: Any, wrapper: Any, is_pair: bool) -> None:
+    """Errors were lost, and steps did not count."""
+    if not hasattr(wrapper, "finalize_backward"):
+        pytest.skip("torch 2.15 has it")
+    if wrapper is commhooks.DistributedDataParallel and not ENGINE.is_compiled:
+        pytest.skip("commhooks.DistributedDataParallel needs the extension")
+    run_ranks(finalize_later, 2, wrapper, is_pair)
+
+
 def accumulate(rank: int, size: int) -> None:
     torch.manual_seed(0)
     net = Net(twice=False)
@@ -286,22 +349,14 @@ def test_no_sync(run_ranks: Any) -> None:
     run_ranks(accumulate, 2)
 
 
-def run_in_backward(adapter: TorchDDPAdapter, bucket: Any) -> torch.futures.Future[Tensor]:
-    answers: list[torch.futures.Future[Tensor]] = []
-    start = torch.zeros((), requires_grad=True)
-    start.register_hook(lambda _: answers.append(adapter.run(bucket)))
-    start.clone().backward()
-    return answers[0]
-
-
 def drop_while_a_thread_goes_on(rank: int, size: int) -> None:
     model = TorchDistributedDataParallel(nn.Linear(2, 1, bias=False))
     adapter = TorchDDPAdapter(model)
     pending: torch.futures.Future[Tensor] = torch.futures.Future()
     adapter.install(lambda bucket: pending)
     parameters = list(model.module.parameters())
-    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"])
-    answer = run_in_backward(adapter, bucket)
+    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"], is_last=False)
+    answer = adapter.run(bucket)
     completed, dropped = threading.Event(), threading.Event()
     answer.add_done_callback(lambda _: (completed.set(), dropped.wait(30)))  # type: ignore[arg-type]
     backend = threading.Thread(target=pending.set_result, args=(torch.ones(2),))
