@@ -207,7 +207,7 @@ class StepScheduler(Scheduler):
         """Run the coroutine on while what it awaits is an exchange that has a result."""
         while execution.failure is None and (exchange := execution.exchange) is not None:
             self._state.send()  # so that the step ends with a vote
-            if exchange not in self._begun and not exchange.is_saved:
+            if exchange not in self._begun:
                 self.abort(execution.error(NOT_BEGUN))
                 return
             if not exchange.is_over:

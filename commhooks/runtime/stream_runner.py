@@ -21,6 +21,7 @@ from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.replays import Replay, Replays
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
+from commhooks.runtime.step_scheduler import Phase, StepState
 from reducer import GradBucket
 from reducer.backends import NCCL, family_of
 from reducer.peers import is_peer_loss
@@ -65,15 +66,20 @@ class StreamRunner(Runner):
         self._may_replay = False
         """Whether a rank may have replayed a bucket of this step; the same on all ranks."""
         self._private: dict[str, PrivateGroups] = {}  # by purpose
+        self._state = StepState()
         self._failure: str | None = None
+        """Why the hook fails until the job ends: Note [Failures on NCCL]."""
         self._exchange_stream = SideStream(self._device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
         self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not aborted
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        replay = None
-        if not self.is_captured(bucket.step):
-            replay = self._replay_of(bucket)
+        is_captured = self.is_captured(bucket.step)
+        begins = bucket.index() == 0 or self._state.phase is Phase.IDLE
+        recovers = begins and self._begin_step()
+        if self._state.failure is not None:
+            return HookExecution(self._hook, bucket, self._group).abort(self._state.failure)
+        replay = None if is_captured else self._replay_of(bucket)
         if replay is not None and replay.is_captured:
             return self._launch(replay, bucket)
         execution = HookExecution(self._hook, bucket, self._group)
@@ -81,17 +87,19 @@ class StreamRunner(Runner):
         self._stream.follow(execution.mark, bucket.buffer())
         try:
             with self._stream, self._mode():
-                self._recover()
+                self._check()
+                if recovers:
+                    self._hook.recover()
                 if replay is None:
                     result = self._run(execution)
                 else:
                     result = self._capture(replay, execution)
         except CommHookError as error:
-            self._abort(error)
+            self._fail(error)
             return execution.abort(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
-            self._abort(execution.error(f"{type(error).__name__}: {error}"))
+            self._fail(execution.error(f"{type(error).__name__}: {error}"))
             raise
         execution.record(self.collector)
         with self._stream:
@@ -116,8 +124,6 @@ class StreamRunner(Runner):
         if not self._can_capture or first is None or bucket.step < first:
             return None
         self._may_replay = replays.MOST_CAPTURES > 0
-        if self._failure is not None:
-            return None
         return self._replays.of(bucket)
 
     def _capture(self, replay: Replay, execution: HookExecution) -> Tensor:
@@ -158,11 +164,15 @@ class StreamRunner(Runner):
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
         """Begin the exchanges of the step. A backend that keeps the order has no vote."""
-        self._end_step()
+        if self._state.phase is Phase.OPEN:
+            self._end_step()
         return completed(torch.empty(0))
 
     def abort(self) -> None:
-        """Do nothing, because no bucket is ever on its way."""
+        """Fail the step if a bucket of it has run. None is ever on its way."""
+        if self._state.phase is Phase.OPEN:
+            text = f"[rank {self._group.rank()}] the backward pass ended before its last bucket"
+            self._state.fail(CommHookError(text))
 
     def drain(self) -> None:
         """Let the current stream wait for the hook, whose state is read or replaced next.
@@ -200,29 +210,33 @@ class StreamRunner(Runner):
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
 
-    def _recover(self) -> None:
-        """Begin anew after a step that failed, or raise its error."""
-        self._check()
-        if self._failure is not None:
-            self._hook.recover()
+    def _begin_step(self) -> bool:
+        """Begin a step. Return whether the one before it failed, so that the hook must recover."""
+        self._handed_over.clear()
+        self._may_replay = False
+        has_failed = self._state.begin()
+        if has_failed:
+            self._begun.clear()
             self._replays.clear()
-            self._failure = None
+        return has_failed
 
     def _check(self) -> None:
-        if self._failure is not None and self._group.size() > 1:
+        if self._failure is not None:
             raise CommHookError(
                 f"[rank {self._group.rank()}] the hook failed in an earlier step: {self._failure}. "
                 "The other ranks wait for collectives that this rank did not issue; restart all "
                 "ranks from a checkpoint"
             )
 
-    def _abort(self, error: CommHookError) -> None:
-        self._failure = self._failure or str(error)
-        self._handed_over.clear()
-        self._begun.clear()
+    def _fail(self, error: CommHookError) -> None:
+        """Let the rest of the step fail; among several ranks, all later steps as well."""
+        self._state.fail(type(error)(*error.args))  # a copy without a traceback, which keeps frames
+        if self._group.size() > 1:
+            self._failure = self._failure or str(error)
 
     def _end_step(self) -> None:
         """Begin the exchanges of the step, and let the backend know of its replays."""
+        self._state.finish()
         self._run_exchanges()
         if self._may_replay and self._group.size() > 1:
             with self._stream:
@@ -253,7 +267,7 @@ class StreamRunner(Runner):
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
             if (exchange := execution.exchange) is not None:
-                if exchange not in self._begun and not exchange.is_saved:
+                if exchange not in self._begun:
                     raise execution.error(NOT_BEGUN)
                 exchange.result()
                 continue

@@ -266,6 +266,73 @@ def test_a_failure_lasts_until_the_restart(run_ranks: Any) -> None:
         assert "restart all ranks" in message
 
 
+@dataclass
+class Noting(commhooks.CommHook):
+    """Begins an exchange on each bucket, and notes what is called."""
+
+    breaks: bool = False
+
+    def __post_init__(self) -> None:
+        self.notes: list[str] = []
+        self.begun: list[Any] = []
+
+    def recover(self) -> None:
+        self.notes.append("recover")
+        self.begun.clear()
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.notes.append(f"reduce {bucket.index()}")
+        if self.breaks:
+            raise ValueError("broken")
+        average = (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+
+        async def exchange(comm: commhooks.Communicator) -> Tensor:
+            self.notes.append(f"exchange {bucket.index()}")
+            return await comm.all_reduce(average.clone())
+
+        self.begun.append(comm.begin(exchange))
+        return average
+
+
+FOUR = [f"reduce {index}" for index in range(4)] + [f"exchange {index}" for index in range(4)]
+
+
+def fail_and_go_on(rank: int, size: int, in_hook: bool) -> list[str]:
+    """Return what is called in a step that fails, in the hook or in backward, and in the next."""
+    net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    model = commhooks.DistributedDataParallel(net, bucket_cap_mb=1e-6, stable_buckets=True)
+    hook = Noting()
+    with on_an_ordered_backend:
+        commhooks.register(model, hook)
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    assert hook.notes == FOUR
+    hook.notes.clear()
+    hook.breaks = in_hook
+    loss = model(x).sum()
+    breaking = net[1].weight.register_hook(lambda _: None if in_hook else 1 // 0)
+    with pytest.raises(commhooks.CommHookError if in_hook else ZeroDivisionError):
+        loss.backward()
+    breaking.remove()
+    hook.breaks = False
+    model(x).sum().backward()
+    assert len(hook.begun) == 4
+    return hook.notes
+
+
+def test_a_backward_that_fails_outside_the_hook_is_a_failed_step(run_ranks: Any) -> None:
+    """Its exchanges began with those of the next step, and the hook did not recover."""
+    for size in (1, 2):
+        for notes in run_ranks(fail_and_go_on, size, False):
+            assert notes == ["reduce 0", "reduce 1", "recover", *FOUR]
+
+
+def test_a_hook_recovers_when_the_next_step_begins(run_ranks: Any) -> None:
+    """With one rank it did in the middle of the failed step, and the other buckets ran."""
+    (notes,) = run_ranks(fail_and_go_on, 1, True)
+    assert notes == ["reduce 0", "recover", *FOUR]
+
+
 # ------------------------------------------------------------------------------------- capture
 
 CAPTURABLE_FROM = {
