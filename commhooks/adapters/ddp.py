@@ -45,7 +45,10 @@ class DDPAdapter(Adapter):
         self._registration = model.hook_registration
         self._stands_in = False
         """Whether a hook in C++ runs in place of the runner."""
+        self._sums: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+        """By the key of a bucket, at the last switch: steps and packed bytes of C++, and of all."""
         self._first_step = self.steps
+        self._switched_after = 0  # steps, the last time
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -89,13 +92,19 @@ class DDPAdapter(Adapter):
         self._reducer.reset_stats()
         self._first_step = self.steps
         self._stands_in = False
+        self._sums.clear()
+        self._switched_after = 0
 
     def choose_path(self, hook: CommHook, runner: Runner) -> bool:
         """Let C++ run the hook in the next step in place of the runner, or the runner again."""
         native = hook.native(self.group, self.steps)
         if (native is not None) != self._stands_in:
             self._reducer.set_hook(runner if native is None else native)
+            for counts in self._reducer.bucket_stats():
+                of_all = counts["steps"], counts["packed_bytes"]
+                self._sums[counts["key"]] = self._native_sums(counts), of_all
             self._stands_in = native is not None
+            self._switched_after = self.steps - self._first_step
         return native is not None
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
@@ -110,8 +119,9 @@ class DDPAdapter(Adapter):
             self._keys = keys
 
     def stats(self, last: int | None = None) -> HookStats:
-        if last is not None and self._runner is not None:
-            return super().stats(last)
+        if last is not None and self._runner is not None and not self._stands_in:
+            since_switch = self.steps - self._first_step - self._switched_after
+            return super().stats(min(last, max(since_switch, 1)))
         size = self.group.size()
         of_buckets = self._reducer.bucket_stats()
         buckets = [
@@ -158,20 +168,41 @@ class DDPAdapter(Adapter):
             counts = of_buckets.get(span.key)
             if counts is None or not (self._is_native or counts["group"]) or recording.run_of(span):
                 continue
-            sent = self._wire_bytes(counts)
+            sent = self._native_wire_bytes(counts)
             operation = "all_gather" if counts["is_sparse"] else "all_reduce"
-            stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, int(sent or 0))
+            stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, sent)
             yield Run(span.key, counts["index"], sent, span.start_ns, span.end_ns, (stage,))
 
     def _wire_bytes(self, counts: dict[str, Any]) -> float | None:
-        packed = counts["packed_bytes"] // max(counts["steps"], 1)
-        if counts["is_sparse"]:  # each rank sends its rows to all others
-            return all_gather_bytes(packed, counts["ranks"])
-        if counts["group"] != 0 or self._is_native:  # one all-reduce, if anything was packed
-            return all_reduce_bytes(packed, counts["ranks"])
-        if self._runner is not None:
-            return self._collector.wire_bytes(counts["key"])
-        return None
+        """Return the mean per step, None for torch-style functions."""
+        is_of_hook = counts["group"] == 0 and not counts["is_sparse"]
+        if not is_of_hook or (self._is_native and self._runner is None):
+            return self._native_wire_bytes(counts)
+        if self._runner is None:
+            return None
+        sent = self._collector.wire_bytes(counts["key"])
+        steps: int = counts["steps"]
+        native_steps, _ = self._native_sums(counts)
+        if native_steps == 0:
+            return sent
+        native_sent = native_steps * self._native_wire_bytes(counts)
+        return (native_sent + (steps - native_steps) * (sent or 0.0)) / steps
+
+    def _native_wire_bytes(self, counts: dict[str, Any]) -> int:
+        """Return the mean per step in which C++ averaged the bucket, with one collective."""
+        steps, packed = self._native_sums(counts)
+        count = all_gather_bytes if counts["is_sparse"] else all_reduce_bytes
+        return count(packed // max(steps, 1), counts["ranks"])
+
+    def _native_sums(self, counts: dict[str, Any]) -> tuple[int, int]:
+        """Return the steps in which C++ averaged a bucket, and the bytes it packed in them."""
+        of_all = counts["steps"], counts["packed_bytes"]
+        if self._runner is None or counts["group"] != 0 or counts["is_sparse"]:
+            return of_all
+        (steps, packed), before = self._sums.get(counts["key"], ((0, 0), (0, 0)))
+        if self._stands_in:
+            steps, packed = steps + of_all[0] - before[0], packed + of_all[1] - before[1]
+        return steps, packed
 
 
 def _recover(hook: CommHook, target: Runner | NativeHook) -> None:

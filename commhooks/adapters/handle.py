@@ -194,8 +194,9 @@ class HookHandle:
         """Return what the hook cost and saved on this rank since it was registered or replaced.
 
         With ``last=100``, the means are over the last 100 steps, at most 1000, without a warm-up
-        that came before. Then ``exposed_seconds`` is not known. Hooks in C++, such as ``bf16``, and
-        torch-style functions have means over all steps in any case; ``steps`` says how many.
+        that came before. Then ``exposed_seconds`` is not known. Hooks in C++, such as ``bf16`` or
+        what ``auto`` has settled on, and torch-style functions have means over all steps in any
+        case; ``steps`` says how many.
         """
         if last is not None and last < 1:
             raise CommHookError(f"stats(last): expected at least 1 step, found {last}")

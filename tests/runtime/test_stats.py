@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
+from commhooks.comm.wire import all_reduce_bytes
 from commhooks.runtime.recording import Run
 from commhooks.runtime.stats import KEPT_STEPS, BucketStats, HookStats, StatsCollector
 
@@ -105,6 +106,41 @@ def train_with_warm_up(rank: int, size: int) -> None:
         assert handle.stats(last=1).total.ratio == 2
         handle.remove()
         assert repr(handle) == "HookHandle(removed)"
+
+
+@dataclass
+class Alternating(commhooks.CommHook):
+    """Sends a quarter. C++ stands in in steps 4 to 7, and sends a half."""
+
+    def native(self, group: Any, step: int | None = None) -> Any:
+        return commhooks.create("fp16").native(group) if step in range(4, 8) else None
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        await comm.all_reduce(bucket.buffer()[: bucket.buffer().numel() // 4].clone())
+        return bucket.buffer()
+
+
+def switch_ways(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Linear(63, 64), stable_buckets=True)
+    handle = commhooks.register(model, Alternating())
+    found = []
+    for _ in range(10):
+        model(torch.ones(2, 63)).sum().backward()
+        found.append((handle.stats(), handle.stats(last=3)))
+    assert [stats.steps for stats, _ in found] == list(range(1, 11))
+    plain = all_reduce_bytes(4 * 64 * 64, size)
+    sent = [plain / 4] * 4 + [plain / 2] * 4 + [plain / 4] * 2
+    for step, (stats, _) in enumerate(found):
+        assert stats.total.wire_bytes == pytest.approx(sum(sent[: step + 1]) / (step + 1))
+    # C++ knows means over all steps only; after it, the last steps are those of the runner.
+    assert [recent.steps for _, recent in found] == [1, 2, 3, 3, 5, 6, 7, 8, 1, 2]
+    assert found[5][1] == found[5][0]
+    assert found[8][1].total.wire_bytes == found[9][1].total.wire_bytes == plain / 4
+
+
+def test_means_over_steps_in_which_cpp_stands_in(run_ranks: Any) -> None:
+    """They were those of one way only, and of the last steps there were none."""
+    run_ranks(switch_ways, 2)
 
 
 def test_the_last_steps_are_without_the_warm_up(run_ranks: Any) -> None:
