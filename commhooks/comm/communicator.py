@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ _ALL_REDUCE = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PendingCollective:
     """One collective that a hook awaits. The runner of the hook issues it when it has its turn.
 
@@ -123,6 +124,8 @@ class Communicator:
         """
         self.begun: list[Exchange] = []
         """The exchanges that the hook has begun on this bucket, nested hooks included."""
+        self.collectives: weakref.WeakSet[PendingCollective] = weakref.WeakSet()
+        """Those that the hook still holds, nested hooks included."""
         self.launched: int | torch.Event = 0
         """Time at which the bucket was handed over: on the CPU in nanoseconds of
         ``time.monotonic_ns()``, on a device an event on the stream of backward; with times
@@ -305,6 +308,7 @@ class Communicator:
         own |= {"ranks": self._ranks, "parallel": self._parallel}
         derived = Communicator(self.group, step=self.step, **own | changes)
         derived.begun = self.begun
+        derived.collectives = self.collectives
         derived.launched = self.launched
         return derived
 
@@ -315,7 +319,9 @@ class Communicator:
         result: Tensor,
         count: Callable[[], int],
     ) -> PendingCollective:
-        return PendingCollective(operation, start, result, count, self._ranks, self._parallel)
+        args = operation, start, result, count, self._ranks, self._parallel
+        self.collectives.add(pending := PendingCollective(*args))
+        return pending
 
     def _push(
         self, operation: str, tensor: Tensor, send_to: int, receive_from: Sequence[int]

@@ -1,6 +1,7 @@
 """One run of a hook on one bucket: the coroutine, its position, and its errors."""
 
 import copy
+import inspect
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -157,6 +158,7 @@ class HookExecution:
     def throw(self, error: Exception) -> CommHookError:
         """Raise ``error`` at the hook's await, and return what results: nothing could be issued."""
         cause: BaseException = error
+        self._interrupt()
         try:
             self._coroutine.throw(error)
         except BaseException as raised:
@@ -216,10 +218,17 @@ class HookExecution:
     def close(self) -> None:
         """End the coroutine at its present await."""
         self.pending = None
+        self._interrupt()
         # Its `finally` blocks may raise whatever they like: the step fails already, on all ranks,
         # and reports the error that came first.
         with suppress(BaseException):
             self._coroutine.close()
+
+    def _interrupt(self) -> None:
+        """Note that the hook, if it waits, was given no time to await all of its collectives."""
+        if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
+            for each in self.comm.collectives:
+                each.is_awaited = True
 
     async def _run(self) -> Tensor:
         result = await self.hook.reduce(self.bucket, self.comm)
@@ -263,6 +272,7 @@ class ExchangeExecution(HookExecution):
         self._function = exchange.run
         super().__init__(begun_by.hook, begun_by.bucket, begun_by.comm.group)
         exchange.future = self.future
+        self.comm.collectives = begun_by.comm.collectives
 
     async def _run(self) -> Tensor:
         result = await self._function()

@@ -1,5 +1,7 @@
 """Collectives, each against its definition, and the bytes that they count."""
 
+import gc
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +170,34 @@ def forget(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_awaitable_is_not_a_result(run_ranks: Any, size: int) -> None:
     run_ranks(forget, size)
+
+
+@dataclass
+class Interrupted(commhooks.CommHook):
+    """Awaits one of two collectives on two ranks, and fails on the third one."""
+
+    async def reduce(self, bucket: Any, comm: Any) -> Any:
+        first, second = (comm.all_reduce(bucket.buffer().clone()) for _ in range(2))
+        if comm.rank == 2:
+            first.is_awaited = second.is_awaited = True
+            raise ValueError("broken")
+        await first
+        return await second
+
+
+def interrupt(rank: int, size: int) -> list[str]:
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
+    commhooks.register(model, Interrupted())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(commhooks.CommHookError, match="broken"):
+            model(torch.ones(1, 2)).sum().backward()
+        gc.collect()
+    return [str(each.message) for each in caught]
+
+
+def test_no_await_is_missing_in_a_hook_that_was_interrupted(run_ranks: Any) -> None:
+    assert run_ranks(interrupt, 3) == [[]] * 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
