@@ -113,7 +113,8 @@ class CastModule:
     def _put(self, tensors: list[Any]) -> None:
         for (owner, name), tensor in zip(self._attributes, tensors, strict=True):
             owner._parameters[name] = tensor  # noqa: SLF001
-            if isinstance(owner, nn.RNNBase):  # has a list of its own
+            # Has a list of its own, without what weights are computed from.
+            if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:  # noqa: SLF001
                 owner._flat_weights[owner._flat_weights_names.index(name)] = tensor  # noqa: SLF001
 
     def _restore_before_saving(self, *_: Any) -> None:

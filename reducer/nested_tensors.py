@@ -14,6 +14,7 @@ these arrive at the reducer like all others::
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -53,7 +54,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return type(value)(map_tensors(function, item) for item in value)
     if isinstance(value, dict):
-        return type(value)({key: map_tensors(function, item) for key, item in value.items()})
+        mapped = copy.copy(value)  # the constructor may take other arguments: defaultdict
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(

@@ -1,6 +1,8 @@
 """Low-precision computation with full-precision parameters and any hook, on the CPU too."""
 
+import collections
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -143,6 +145,42 @@ def recurrent(rank: int, world_size: int) -> None:
         output, _ = model(packed)
         assert output.data.dtype == torch.bfloat16
     assert isinstance(model.module.weight_ih_l0, nn.Parameter)
+
+
+def normalized(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # use the parametrization instead
+        net = nn.utils.weight_norm(nn.LSTM(4, 4), "weight_hh_l0")
+    model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
+    for _ in range(3):
+        output, _ = model(torch.ones(3, 2, 4))
+        assert output.dtype == torch.bfloat16
+        output.sum().backward()
+        assert model.module.weight_hh_l0_g.grad.dtype == torch.float32
+
+
+def test_recurrent_layers_whose_weights_are_computed_from_parameters() -> None:
+    """Their parameters are not in the layer's list of weights."""
+    run_ranks(normalized, 2)
+
+
+class Named(nn.Linear):
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert inputs["another"] == []
+        assert inputs["x"].dtype == torch.bfloat16
+        return super().forward(inputs["x"])
+
+
+def of_defaults(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Named(3, 3), mixed_precision=MixedPrecision(torch.bfloat16))
+    inputs = collections.defaultdict(list, x=torch.ones(1, 3))
+    model(inputs).sum().backward()
+    assert set(inputs) == {"x"}
+    assert inputs["x"].dtype == torch.float32
+
+
+def test_inputs_in_a_mapping_that_no_mapping_makes() -> None:
+    run_ranks(of_defaults, 2)
 
 
 def test_recurrent_layers_use_casts_and_get_their_parameters_back() -> None:
