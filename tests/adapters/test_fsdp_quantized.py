@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.sharded import FEATURES, build, mesh_of, train
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
@@ -94,6 +95,11 @@ def refuse(rank: int, size: int, collective: str) -> None:
         quantize(net, "int8" if rank else "int4")
     with pytest.raises(commhooks.CommHookError, match="expected a hook that quantizes"):
         quantize(net, "topk", density=0.1)
+    kind = commhooks.CommHookMismatchError if rank else commhooks.CommHookOptionError
+    with pytest.raises(kind, match="block_size"):
+        quantize(net, "int8", block_size=256 if rank else 100)
+    with pytest.raises(commhooks.CommHookError, match="ranks are all replicas"):
+        quantize(replicate(nn.Linear(2, 2)))
     with pytest.raises(commhooks.CommHookError, match="the root module"):
         quantize(torch.nn.Linear(1, 1))
     quantized = quantize(net)

@@ -58,6 +58,11 @@ def quantize(
         )
     units = [unit for unit in units_of(model) if unit.shards is not None]
     title = kind.name.replace("_", "-")
+    if not units:
+        raise CommHookError(
+            f"the model has no {title} to quantize, because its ranks are all replicas; for what "
+            "these send, use commhooks.register()"
+        )
     if any(isinstance(unit.collective(kind.name), kind) for unit in units):
         raise CommHookError(f"the {title} of the model is quantized already; remove() it")
     failure: Exception | None = None
@@ -67,9 +72,13 @@ def quantize(
         identity = repr((hook.to_config(), settings))
     except Exception as error:
         failure, identity = error, repr(error)
-    for group in {id(unit.shards): unit.shards for unit in units}.values():
-        assert group is not None
-        check_agreement(group, units[0].device, f"numbers of the {title}", identity)
+    try:
+        for group in {id(unit.shards): unit.shards for unit in units}.values():
+            assert group is not None
+            check_agreement(group, units[0].device, f"numbers of the {title}", identity)
+    except CommHookError:
+        if failure is None:
+            raise
     if failure is not None:
         raise failure
     return QuantizedCollective([kind(unit, i, format_, **settings) for i, unit in enumerate(units)])
