@@ -13,8 +13,10 @@ void GradientTracker::begin_step(std::vector<size_t> absent) {
   }
   expects_local_ = false;
   use_is_constant_ = use_is_constant();
-  last_order_ = std::exchange(order_, {});
-  last_arrived_ = arrived_;
+  if (!order_.empty()) {  // otherwise another forward has announced the same backward
+    last_order_ = std::exchange(order_, {});
+    last_arrived_ = arrived_;
+  }
   std::fill(arrived_.begin(), arrived_.end(), No);
   watched_.clear();
   left_ = expected_;

@@ -110,7 +110,7 @@ def test_logging_data_names_the_hook_and_the_last_error() -> None:
     run_ranks(hooks_and_errors, 2)
 
 
-def use_of_parameters(rank: int, world_size: int) -> None:
+def use_of_parameters(rank: int, world_size: int, forwards: int) -> None:
     model = make_model(find_unused_parameters=True)
     first, second = model.module
     data = model._get_ddp_logging_data
@@ -121,14 +121,17 @@ def use_of_parameters(rank: int, world_size: int) -> None:
         (nn.Sequential(first, second).forward, 0, False),
     ):
         model.module.forward = forward
-        model(torch.ones(2, 4)).sum().backward()
+        sum(model(torch.ones(2, 4)) for _ in range(forwards)).sum().backward()
         assert data()["unused_parameter_size"] == unused
         assert data()["can_set_static_graph"] is is_constant
     assert data()["prev_iteration_grad_ready_order_indices"] == "3, 2, 1, 0"
+    assert data()["has_rebuilt_buckets"]  # as the order of the first two steps was the same
 
 
-def test_logging_data_tells_whether_the_graph_is_static() -> None:
-    run_ranks(use_of_parameters, 1)
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_logging_data_tells_whether_the_graph_is_static(forwards: int) -> None:
+    """Another forward before backward once hid the steps before it."""
+    run_ranks(use_of_parameters, 1, forwards)
 
 
 def sampling(rank: int, world_size: int) -> None:
