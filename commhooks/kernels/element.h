@@ -65,16 +65,12 @@ __device__ inline T clamp(T value, const T*) {
   return value;
 }
 
-__device__ inline float clamp(float value, float largest) {
-  return value > largest ? largest : value < -largest ? -largest : value;
-}
-
 __device__ inline float clamp(float value, const Half*) {
-  return clamp(value, 65504.0f);
+  return codecs::clamp(value, 65504.0f);
 }
 
 __device__ inline float clamp(float value, const BFloat16*) {
-  return clamp(value, 0x1.fep127f);
+  return codecs::clamp(value, 0x1.fep127f);
 }
 
 }  // namespace commhooks::kernels

@@ -11,10 +11,11 @@
 namespace commhooks::kernels {
 
 using codecs::IndexCode;
+using codecs::kWordBits;
+using codecs::load_word;
 using codecs::u8;
 
 constexpr int kThreads = 256;
-constexpr int kWordBits = 64;
 constexpr int kSegment = 4096;  // elements of the result that one block writes
 
 __device__ i64 thread_index() {
@@ -59,28 +60,6 @@ __global__ void __launch_bounds__(kThreads) pack(
 }
 
 // ------------------------------------------------------------------------------------- reading
-
-__device__ u64 load_word(const u8* words, i64 index) {
-  u64 word = 0;
-  for (int byte = 0; byte < 8; ++byte) {
-    word |= (u64)words[8 * index + byte] << 8 * byte;
-  }
-  return word;
-}
-
-// Reads the `index`-th of consecutive fields of `width` bits.
-__device__ u64 read_field(const u8* words, int width, i64 index) {
-  if (width == 0) {
-    return 0;
-  }
-  const i64 bit = index * width;
-  const int shift = bit % kWordBits;
-  u64 field = load_word(words, bit / kWordBits) >> shift;
-  if (shift + width > kWordBits) {
-    field |= load_word(words, bit / kWordBits + 1) << (kWordBits - shift);
-  }
-  return field & ((1ull << width) - 1);
-}
 
 // Loads this thread's word of the bitmap in the message of rank blockIdx.y.
 __device__ u64 bitmap_word(const u8* messages, i64 pitch, i64 high_words) {
@@ -141,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) unpack(
   for (; bits != 0 && rank < capacity; bits &= bits - 1, ++rank) {
     const u64 position = thread_index() * kWordBits + __ffsll(bits) - 1;
     indices[blockIdx.y * capacity + rank] =
-        (int)code.index(position, rank, read_field(low, code.low_bits, rank));
+        (int)code.index(position, rank, codecs::read_field(low, code.low_bits, rank));
   }
 }
 

@@ -16,7 +16,7 @@ template <typename Set, int h>
 COMMHOOKS_INLINE auto combine_lanes(typename Vectors<Set>::Floats x) {
   using Floats = typename Vectors<Set>::Floats;
   using Words = typename Vectors<Set>::Words;
-  const auto partner = for_lanes<typename Vectors<Set>::Places>([](int lane) { return lane ^ h; });
+  const auto partner = for_lanes<typename Vectors<Set>::Ints>([](int lane) { return lane ^ h; });
   const auto signs = for_lanes<Words>([](int lane) { return (lane & h) != 0 ? 0x80000000u : 0u; });
   const auto signed_x = reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ signs);
   return __builtin_shuffle(x, partner) + signed_x;
@@ -34,11 +34,8 @@ COMMHOOKS_INLINE void combine_all_lanes(typename Vectors<Set>::Floats& x) {
 template <typename Set>
 COMMHOOKS_INLINE auto signs_from(uint32_t place) {
   using Words = typename Vectors<Set>::Words;
-  Words hash = for_lanes<Words>([](int lane) { return static_cast<uint32_t>(lane); }) + place;
-  hash *= 0x9e3779b1u;
-  hash ^= hash >> 15;
-  hash *= 0x85ebca77u;
-  return hash & 0x80000000u;
+  const auto lanes = for_lanes<Words>([](int lane) { return static_cast<uint32_t>(lane); });
+  return codecs::rotation_sign<Words>(lanes + place);
 }
 
 // Rotates a whole block in registers.

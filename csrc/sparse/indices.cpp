@@ -14,19 +14,12 @@ namespace commhooks {
 namespace {
 
 using codecs::IndexCode;
+using codecs::kWordBits;
 
-constexpr int64_t kWordBits = 64;
 constexpr int64_t kGrainElements = 1 << 18;
 
 int64_t words_of(int64_t bits) {
   return (bits + kWordBits - 1) / kWordBits;
-}
-
-// Words at addresses of any alignment.
-uint64_t load(const uint8_t* words, int64_t index) {
-  uint64_t word;
-  std::memcpy(&word, words + index * sizeof(word), sizeof(word));
-  return word;
 }
 
 void store(uint8_t* words, int64_t index, uint64_t word) {
@@ -62,20 +55,6 @@ class BitWriter {
   uint64_t word_ = 0;
 };
 
-// Returns field `index` of the fields that a BitWriter wrote.
-uint64_t read_field(const uint8_t* words, int width, int64_t index) {
-  if (width == 0) {
-    return 0;
-  }
-  const int64_t bit = index * width;
-  const int64_t shift = bit % kWordBits;
-  uint64_t field = load(words, bit / kWordBits) >> shift;
-  if (shift + width > kWordBits) {
-    field |= load(words, bit / kWordBits + 1) << (kWordBits - shift);
-  }
-  return field & ((uint64_t{1} << width) - 1);
-}
-
 void pack(
     const int32_t* indices, int64_t count, IndexCode code, int64_t high_words, uint8_t* packed) {
   uint64_t word = 0;
@@ -110,13 +89,13 @@ bool unpack(
   int64_t previous = -1;
   bool ascends = true;
   for (int64_t at = 0; at < high_words; ++at) {
-    for (uint64_t bits = load(packed, at); bits != 0; bits &= bits - 1) {
+    for (uint64_t bits = codecs::load_word(packed, at); bits != 0; bits &= bits - 1) {
       if (rank == count) {
         return false;
       }
       const int64_t position = at * kWordBits + std::countr_zero(bits);
-      const auto index =
-          static_cast<int64_t>(code.index(position, rank, read_field(low, code.low_bits, rank)));
+      const auto index = static_cast<int64_t>(
+          code.index(position, rank, codecs::read_field(low, code.low_bits, rank)));
       ascends &= index > previous;
       previous = index;
       indices[rank++] = static_cast<int32_t>(index);

@@ -18,9 +18,11 @@ namespace commhooks::codecs {
 
 constexpr u32 kRotation = 128;
 
-// Returns 1 << 31 if the number at this place in its part changes its sign, otherwise 0.
-COMMHOOKS_HD u32 rotation_sign(u32 place) {
-  u32 hash = place * 0x9e3779b1u;
+// Returns 1 << 31 if the number at this place in its part changes its sign, otherwise 0. `Word`:
+// u32, or a vector of them.
+template <typename Word>
+COMMHOOKS_HD Word rotation_sign(Word place) {
+  Word hash = place * 0x9e3779b1u;
   hash ^= hash >> 15;
   hash *= 0x85ebca77u;
   return hash & 0x80000000u;

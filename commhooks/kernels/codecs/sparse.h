@@ -30,6 +30,30 @@ struct IndexCode {
   }
 };
 
+constexpr int kWordBits = 64;
+
+// Returns one of consecutive words, which may have any alignment. Not as a loop, because g++ only
+// makes one instruction of a single expression.
+COMMHOOKS_HD u64 load_word(const u8* words, u64 index) {
+  const u8* const at = words + 8 * index;
+  return (u64)at[0] | (u64)at[1] << 8 | (u64)at[2] << 16 | (u64)at[3] << 24 | (u64)at[4] << 32 |
+      (u64)at[5] << 40 | (u64)at[6] << 48 | (u64)at[7] << 56;
+}
+
+// Returns one of consecutive fields of `width` bits.
+COMMHOOKS_HD u64 read_field(const u8* words, int width, u64 index) {
+  if (width == 0) {
+    return 0;
+  }
+  const u64 bit = index * width;
+  const int shift = (int)(bit % kWordBits);
+  u64 field = load_word(words, bit / kWordBits) >> shift;
+  if (shift + width > kWordBits) {
+    field |= load_word(words, bit / kWordBits + 1) << (kWordBits - shift);
+  }
+  return field & ((1ull << width) - 1);
+}
+
 // `count` different indices below `numel`, ascending, all with the same probability.
 //
 // From a random start, the circle of all indices is divided into `count` runs of nearly equal
