@@ -26,9 +26,9 @@ class GroupKeys:
         key_of: maps (name, parameter) to a key; by default, all parameters have the same key.
         process_groups: by key, the ranks to average over instead of the model's.
         delayed: names of parameters that are averaged last, in buckets of their own.
-        sharded: names of parameters of which tensor parallelism gives each rank a part. In a bucket
-            with them, the others, of which all its ranks must compute the same average, would get
-            the errors of different numbers.
+        sharded: names of parameters sharded by tensor parallelism. In a bucket with them, the
+            others, of which all its ranks must compute the same average, would get the errors of
+            different numbers.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from reducer import native  # not its functions, which are missing without extensions
 from reducer.wrapper import Wrapper
 
-_MOST_NAMES = 20
+_MAX_NAMES = 20
 
 
 class TrainedParameters:
@@ -60,8 +60,8 @@ class TrainedParameters:
         named = model.not_ignored_parameters()
         changes = [*self._added(model, named), *self._removed(model, named)]
         if changes:
-            if len(changes) > _MOST_NAMES:
-                changes[_MOST_NAMES:] = [f"and {len(changes) - _MOST_NAMES} more"]
+            if len(changes) > _MAX_NAMES:
+                changes[_MAX_NAMES:] = [f"and {len(changes) - _MAX_NAMES} more"]
             raise RuntimeError(
                 f"[Rank {model.process_group.rank()}] The parameters of the module have changed "
                 f"since it was wrapped, and would not be averaged: {'; '.join(changes)}. On all "

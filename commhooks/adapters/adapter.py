@@ -58,7 +58,7 @@ class Adapter(Ranks, ABC):
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
     tensor_parallel: Collection[str] = ()
-    """The names of parameters of which tensor parallelism gives each rank a part."""
+    """The names of parameters sharded by tensor parallelism."""
 
     def __init__(
         self,

@@ -316,7 +316,7 @@ def _agreed(
         if not KERNELS.is_compiled:
             # Gloo's own collectives are used then: comm/point_to_point.py.
             identity += f", without {KERNELS.name}"
-        if replays.MOST_CAPTURES > 0:
+        if replays.MAX_CAPTURES > 0:
             # Steps end with one more collective then: Note [Replays].
             identity += f", with {replays.SWITCH}=1"
     except BaseException as error:
@@ -389,7 +389,7 @@ def _restore_consensus(adapter: Adapter) -> None:
 def _check(hook: CommHook, adapter: Adapter) -> None:
     """Raise CommHookError unless ``hook`` can be used on the model's backend."""
     check_nesting(hook)
-    check_unused(hook, adapter)
+    check_not_in_use(hook, adapter)
     backend = family_of(adapter.group, adapter.device)
     for each in tree(hook):
         if backend not in each.backends:
@@ -400,7 +400,7 @@ def _check(hook: CommHook, adapter: Adapter) -> None:
             )
 
 
-def check_unused(hook: CommHook, adapter: Adapter) -> None:
+def check_not_in_use(hook: CommHook, adapter: Adapter) -> None:
     """Raise CommHookError if ``hook`` is in use on another model than that of ``adapter``."""
     others = [handle.hook for handle in _handles.values() if handle._adapter is not adapter]  # noqa: SLF001
     hooks = [other for other in others if isinstance(other, CommHook)]

@@ -9,7 +9,7 @@ from commhooks import native
 from commhooks.codecs.formats import Format
 from commhooks.errors import CommHookError
 from commhooks.hook.options import Limits
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for
 from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, block_kernel, kernel_name
 
@@ -89,7 +89,7 @@ class BlockCodec:
         if self._rotated:
             rotate(values, part_length, added=error)
             error = None
-        if backend_of(values) is None:
+        if kernel_backend_of(values) is None:
             self._loops.encode(values, messages, part_length, error, seed, keep_residual)
         else:
             own = self._format
@@ -110,7 +110,7 @@ class BlockCodec:
                 f"{len(messages)} messages and {values.numel()} values"
             )
         self._check(values, messages, part_length)
-        if backend_of(values) is None:
+        if kernel_backend_of(values) is None:
             self._loops.average(messages, values, part_length)
         else:
             self._launch_decode(values, part_length, messages, len(messages))
@@ -129,7 +129,7 @@ class BlockCodec:
             Whether all messages are finite: ``(1,)``, bool, on the device.
         """
         self._check(values, messages, part_length, kept)
-        if backend_of(values) is None:
+        if kernel_backend_of(values) is None:
             finite = torch.tensor([self._loops.assemble(messages, values, part_length, kept)])
         else:
             finite = torch.ones(1, dtype=torch.bool, device=values.device)
@@ -151,7 +151,7 @@ class BlockCodec:
         """Raise CommHookError unless the tensors fit. What is called here relies on it."""
         check_numbers(values, other)
         expected = self.encoded_bytes(part_length)
-        is_aligned = backend_of(messages) is None or messages.data_ptr() % 4 == 0
+        is_aligned = kernel_backend_of(messages) is None or messages.data_ptr() % 4 == 0
         if (
             messages.dtype != torch.uint8
             or messages.device != values.device
@@ -225,7 +225,7 @@ def rotate(
         return
     if part_length < 1:
         raise CommHookError(f"expected parts of at least one number, found {part_length}")
-    if backend_of(values) is None:
+    if kernel_backend_of(values) is None:
         native.rotate(values, added, part_length, inverse)
         return
     numel, blocks = values.numel(), blocks_for(part_length, _ROTATION)

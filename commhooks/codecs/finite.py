@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commhooks import native
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import streaming_blocks
 from commhooks.kernels.source import MASKED
 
@@ -34,7 +34,7 @@ def is_known_false(condition: Tensor) -> bool:
 
     See Note [All finite].
     """
-    return backend_of(condition) is None and not condition
+    return kernel_backend_of(condition) is None and not condition
 
 
 def poison(tensor: Tensor, is_damaged: Tensor) -> None:
@@ -47,7 +47,7 @@ def poison(tensor: Tensor, is_damaged: Tensor) -> None:
 
 def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
     """Copy ``source`` to ``out`` if ``condition`` is true. Does not wait for the device."""
-    if backend_of(out) is not None:
+    if kernel_backend_of(out) is not None:
         arguments = (condition, source, out.nbytes, out)
         launch(MASKED, MASKED.kernels[0], arguments, grid=streaming_blocks(out))
     elif condition:
@@ -56,6 +56,6 @@ def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
 
 def select(condition: Tensor, tensor: Tensor, other: Tensor | float) -> Tensor:
     """Return ``tensor`` or a copy if ``condition`` is true, else ``other``. Does not wait."""
-    if backend_of(tensor) is None and condition:
+    if kernel_backend_of(tensor) is None and condition:
         return tensor
     return torch.where(condition, tensor, other)

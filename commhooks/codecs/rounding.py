@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from commhooks import native
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import streaming_blocks
 from commhooks.kernels.source import ROUNDING
 
@@ -22,7 +22,7 @@ def round_stochastically(values: Tensor, scale: float, out: Tensor, seed: int) -
     values = values.to(torch.float32)
     if values.numel() == 0:
         return out
-    if backend_of(values) is None:
+    if kernel_backend_of(values) is None:
         native.round_stochastically(values, scale, out, seed)
     else:
         arguments = (values, values.numel(), float(scale), seed, out)

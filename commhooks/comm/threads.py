@@ -22,8 +22,8 @@ def start_thread(name: str, function: Callable[..., None], *args: Any) -> thread
     return thread
 
 
-def leave_thread(thread: threading.Thread) -> None:
-    """Do not wait for a thread that may never end."""
+def abandon_thread(thread: threading.Thread) -> None:
+    """Never join this thread, which may never end."""
     thread.is_awaited = False  # type: ignore[attr-defined]
 
 

@@ -60,7 +60,7 @@ except ImportError as error:
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.fsdp.gradients import FSDPAdapter
 from commhooks.adapters.fsdp.units import Unit
-from commhooks.adapters.handle import HookHandle, check_unused, keep
+from commhooks.adapters.handle import HookHandle, check_not_in_use, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookStateError
@@ -206,7 +206,7 @@ class _QuorumMixin(Adapter):
         self, manager: Manager, replicas: ProcessGroupWrapper, hook: CommHook, model: nn.Module
     ) -> HookHandle:
         """Let ``hook`` average over the members of the manager's quorums. Return its handle."""
-        check_unused(hook, self)
+        check_not_in_use(hook, self)
         self._manager = manager
         self._replicas = replicas
         self.hook = hook

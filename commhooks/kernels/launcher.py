@@ -1,7 +1,5 @@
 """Launch kernels with torch's tensors on torch's current stream."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -21,33 +19,11 @@ Argument = Tensor | int | float | None
 ``double``, or a null pointer."""
 
 
-class Backend(Protocol):
-    """Runs kernels on one type of device."""
-
-    def require(self, device: torch.device) -> None:
-        """Raise CommHookError, which says what to install, if kernels cannot run there."""
-
-    def launch(
-        self,
-        source: Source,
-        kernel: str,
-        grid: tuple[int, int, int],
-        block: int,
-        parameters: int,
-        count: int,
-        device_index: int,
-    ) -> None:
-        """Run a kernel of ``source``.
-
-        ``parameters`` is the address of an array of ``count`` pointers to the arguments.
-        """
-
-
-BACKENDS: dict[str, Backend] = {"cuda": CudaBackend()}
+BACKENDS: dict[str, CudaBackend] = {"cuda": CudaBackend()}
 """The backends by type of device. Other tensors are processed by compiled loops on the CPU."""
 
 
-def backend_of(tensor: Tensor) -> Backend | None:
+def kernel_backend_of(tensor: Tensor) -> CudaBackend | None:
     """Return the backend for this tensor, or None if a loop on the CPU processes it."""
     return BACKENDS.get(tensor.device.type)
 

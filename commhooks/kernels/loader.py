@@ -43,7 +43,10 @@ class CudaBackend:
         count: int,  # noqa: ARG002
         device_index: int,
     ) -> None:
-        """Launch a kernel on torch's current stream. See Note [Contexts]."""
+        """Launch a kernel of ``source`` on torch's current stream. See Note [Contexts].
+
+        ``parameters`` is the address of an array of ``count`` pointers to the arguments.
+        """
         _check_cupy()
         cuda = _cuda()
         stream = torch._C._cuda_getCurrentRawStream(device_index)  # noqa: SLF001

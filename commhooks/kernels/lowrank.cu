@@ -266,9 +266,9 @@ __device__ T sum_by_lane(T (&numbers)[32]) {
   return numbers[0];
 }
 
-// Computes P = M·Qᵀ of matrices of rank `most` or less, and copies exact ranges. See Note [Tall and
-// thin].
-template <typename T, typename G, int most>
+// Computes P = M·Qᵀ of matrices of rank `max_rank` or less, and copies exact ranges. See Note [Tall
+// and thin].
+template <typename T, typename G, int max_rank>
 __global__ void __launch_bounds__(kThreads, 2) project_left(
     const Matrix* matrices,
     i64 count,
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_left(
     i64 sent,
     T* own) {
   constexpr int size = Vector<T>::size;
-  constexpr int together = 32 / most;  // rows per warp, so that each lane ends with one sum
+  constexpr int together = 32 / max_rank;  // rows per warp, so that each lane ends with one sum
   const auto begins = [](const Matrix& matrix) { return matrix.factors[kLeft].first_block; };
   const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
   if (matrix.rank == 0) {
@@ -310,13 +310,13 @@ __global__ void __launch_bounds__(kThreads, 2) project_left(
       numbers[i] = load_sum(error, gradient + start, at, columns);
     }
 #pragma unroll
-    for (int f = 0; f < most; ++f) {
+    for (int f = 0; f < max_rank; ++f) {
       if (f < matrix.rank) {
         const Vector<T> vector = load(right + f * columns, at, columns);
 #pragma unroll
         for (int i = 0; i < together; ++i) {
           for (int j = 0; j < size; ++j) {
-            T& sum = sums[i * most + f];
+            T& sum = sums[i * max_rank + f];
             sum = fma(numbers[i].items[j], vector.items[j], sum);
           }
         }
@@ -324,15 +324,15 @@ __global__ void __launch_bounds__(kThreads, 2) project_left(
     }
   }
   const T sum = sum_by_lane(sums);
-  const i64 row = first + lane / most;
-  const int f = lane % most;
+  const i64 row = first + lane / max_rank;
+  const int f = lane % max_rank;
   if (row < rows && f < matrix.rank) {
     place_of_sums(matrix, kLeft, span, sent, own)[row * matrix.rank + f] = sum;
   }
 }
 
 // Computes Q = Pᵀ·M; otherwise as `project_left`.
-template <typename T, typename G, int most>
+template <typename T, typename G, int max_rank>
 __global__ void __launch_bounds__(kThreads, 2) project_right(
     const Matrix* matrices,
     i64 count,
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
     i64 sent,
     T* own) {
   constexpr int size = Vector<T>::size;
-  constexpr int ahead = 32 / most;  // rows that a thread loads before it multiplies the first
+  constexpr int ahead = 32 / max_rank;  // rows that a thread loads before it multiplies the first
   const auto begins = [](const Matrix& matrix) { return matrix.factors[kRight].first_block; };
   const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
   if (matrix.rank == 0) {
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
   const i64 end = begin + factor.span < rows ? begin + factor.span : rows;
   const G* const gradient = bucket + matrix.gradient;
   const T* const left = basis + matrix.factors[kLeft].start;
-  Vector<T> sums[most] = {};
+  Vector<T> sums[max_rank] = {};
   for (i64 first = begin; first < end; first += ahead) {
     Vector<T> numbers[ahead];
 #pragma unroll
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
         break;
       }
 #pragma unroll
-      for (int f = 0; f < most; ++f) {
+      for (int f = 0; f < max_rank; ++f) {
         if (f < matrix.rank) {
           const T of_row = left[(first + a) * matrix.rank + f];
           for (int j = 0; j < size; ++j) {
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
   }
   T* const to = place_of_sums(matrix, kRight, span, sent, own);
 #pragma unroll
-  for (int f = 0; f < most; ++f) {
+  for (int f = 0; f < max_rank; ++f) {
     if (f < matrix.rank) {
       store(to + f * columns, at, columns, sums[f]);
     }

@@ -40,9 +40,9 @@ from reducer import GradBucket
 
 SWITCH = "COMMHOOKS_CUDA_GRAPHS"
 _BLOCKS = any(os.environ.get(f"{prefix}NCCL_BLOCKING_WAIT") == "1" for prefix in ("", "TORCH_"))
-MOST_CAPTURES = 3 if os.environ.get(SWITCH) == "1" and not _BLOCKS else 0
+MAX_CAPTURES = 3 if os.environ.get(SWITCH) == "1" and not _BLOCKS else 0
 """Per bucket. Where the memory of a bucket changes again and again, capturing costs more."""
-if MOST_CAPTURES:
+if MAX_CAPTURES:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL reads it in the first capture
 
 
@@ -107,7 +107,7 @@ class Replays:
         if memory != known.memory or not self._has_states(known):
             known.memory, known.states = memory, [hook.state for hook in self._hooks]
             known.replay = None
-        elif known.replay is None and known.captures < MOST_CAPTURES:
+        elif known.replay is None and known.captures < MAX_CAPTURES:
             known.captures += 1
             pools = (each.replay.pool for each in self._buckets.values() if each.replay)
             known.replay = Replay(next(pools, None) or torch.cuda.graph_pool_handle())

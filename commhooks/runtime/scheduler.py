@@ -39,7 +39,7 @@ class Scheduler(ABC):
         if execution is None:
             return  # aborted without waiting for its end
         error = execution.end_collective()
-        self._leave(execution)
+        self._mark_idle(execution)
         if execution.failure is not None:
             self._abort(execution, execution.failure)
         elif error is not None:
@@ -69,7 +69,7 @@ class Scheduler(ABC):
         """
         for execution in self._closed.pop(epoch, ()):
             if execution in self._under_way:
-                self._leave(execution)
+                self._mark_idle(execution)
                 assert execution.failure is not None
                 self._abort(execution, execution.failure)
         waiting = [each for each in self._under_way if each.failure is None]
@@ -81,7 +81,7 @@ class Scheduler(ABC):
             self.groups.close_connections()
             self._closed[epoch] = left
         elif epoch != self.groups.epoch:
-            self.waiters.leave(epoch)
+            self.waiters.end_epoch(epoch)
             return True
         return False
 
@@ -141,7 +141,7 @@ class Scheduler(ABC):
         self.waiters.watch(key, execution.work)
         execution.count_bytes(collective)
 
-    def _leave(self, execution: HookExecution) -> None:
+    def _mark_idle(self, execution: HookExecution) -> None:
         """Note that nothing of ``execution`` is under way."""
         del self._under_way[execution]
         if execution.failure is not None:

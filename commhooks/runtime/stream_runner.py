@@ -123,7 +123,7 @@ class StreamRunner(Runner):
         first = self.capturable_from()
         if not self._can_capture or first is None or bucket.step < first:
             return None
-        self._may_replay = replays.MOST_CAPTURES > 0
+        self._may_replay = replays.MAX_CAPTURES > 0
         return self._replays.of(bucket)
 
     def _capture(self, replay: Replay, execution: HookExecution) -> Tensor:

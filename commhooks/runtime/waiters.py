@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from torch._C._distributed_c10d import Work
 
 from commhooks.comm.stage_groups import StageKey
-from commhooks.comm.threads import leave_thread, start_thread
+from commhooks.comm.threads import abandon_thread, start_thread
 from commhooks.runtime.side_stream import SideStream
 
 Inbox = SimpleQueue[StageKey | Callable[[], object]]
@@ -43,12 +43,12 @@ class Waiters:
             self._waiters[key] = works, thread
         self._waiters[key][0].put(work)
 
-    def leave(self, epoch: int) -> None:
-        """End the threads of this epoch, or leave those alone that never return from a Work."""
+    def end_epoch(self, epoch: int) -> None:
+        """End the threads of this epoch, or abandon those that never return from a Work."""
         for key in [key for key in self._waiters if key[0] == epoch]:
             works, thread = self._waiters.pop(key)
             works.put(None)
-            leave_thread(thread)
+            abandon_thread(thread)
 
     def close(self) -> None:
         """End the threads, after what they wait for."""

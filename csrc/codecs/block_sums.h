@@ -8,7 +8,7 @@ namespace commhooks {
 
 // The largest number of blocks: whole vectors on any machine, and two of the longest vectors, so
 // that the sums and roots of one overlap with those of the other.
-constexpr int64_t kMostBlocks = 32;
+constexpr int64_t kMaxBlocks = 32;
 
 static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 
@@ -16,7 +16,7 @@ static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 // the first and of the second vector alternate.
 template <typename Set, int half, typename Vector, typename Combine>
 COMMHOOKS_INLINE Vector combine_halves(Vector one, Vector other, Combine combine) {
-  const auto lower = for_lanes<typename Vectors<Set>::Places>([](int lane) {
+  const auto lower = for_lanes<typename Vectors<Set>::Ints>([](int lane) {
     const int run = lane / half;
     return run % 2 * Set::kFloats + run / 2 * 2 * half + lane % half;
   });
@@ -85,10 +85,10 @@ COMMHOOKS_INLINE void sum_blocks(
   using Floats = typename Vectors<Set>::Floats;
   const int64_t width = std::min<int64_t>(block_size, codecs::kChunk);
   const int64_t chunks = block_size / width;
-  Floats vectors[kMostBlocks] = {};
+  Floats vectors[kMaxBlocks] = {};
   sum_chunks<Set, squares>(y, width, chunks, blocks, inverses, vectors);
-  alignas(64) float of_chunks[kMostBlocks];
-  for (int64_t i = 0; i < kMostBlocks; i += Set::kFloats) {
+  alignas(64) float of_chunks[kMaxBlocks];
+  for (int64_t i = 0; i < kMaxBlocks; i += Set::kFloats) {
     const auto sums_of_vectors = reduce_each<Set>(
         vectors + i, [](Floats one, Floats other) COMMHOOKS_ALWAYS_INLINE { return one + other; });
     store(of_chunks + i, sums_of_vectors);

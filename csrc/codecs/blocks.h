@@ -36,7 +36,7 @@ struct Vectors {
   static constexpr int kBytes = Set::kFloats * sizeof(float);
   using Floats [[gnu::vector_size(kBytes)]] = float;
   using Words [[gnu::vector_size(kBytes)]] = uint32_t;
-  using Places [[gnu::vector_size(kBytes)]] = int32_t;
+  using Ints [[gnu::vector_size(kBytes)]] = int32_t;
 };
 
 // Returns a constant vector of at(lane) for each lane; `at` captures nothing.

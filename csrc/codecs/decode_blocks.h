@@ -67,7 +67,7 @@ class TileSum {
 
   using Floats = typename Vectors<Set>::Floats;
   using Words = typename Vectors<Set>::Words;
-  using Places = typename Vectors<Set>::Places;
+  using Ints = typename Vectors<Set>::Ints;
 
   COMMHOOKS_INLINE void look_up(const uint8_t* packed, const float* weights) {
     for (int64_t span = 0; span < kTile / kSpan; ++span) {
@@ -76,7 +76,7 @@ class TileSum {
         tables[i] = tables_[i] * weights[span];
       }
       for (int64_t i = span * kSpan / kLanes; i < (span + 1) * kSpan / kLanes; ++i) {
-        const auto codes = reinterpret_cast<Places>(codes_of(packed, i));
+        const auto codes = reinterpret_cast<Ints>(codes_of(packed, i));
         sums_[i] += __builtin_shuffle(tables[0], tables[kTables - 1], codes);
       }
     }
@@ -133,10 +133,10 @@ enum class Several { kMean, kMajority };
 // groups have one weight per group, others a single one.
 template <typename Codec>
 struct Share {
-  static constexpr int64_t kMost =
+  static constexpr int64_t kMaxGroups =
       Codec::kGroup == 0 ? 1 : kMaxBlockSize / std::max(1, Codec::kGroup);
   const uint8_t* codes;
-  float weights[kMost];
+  float weights[kMaxGroups];
 
   const float* weights_from(int64_t number) const {
     return Codec::kGroup == 0 ? weights : weights + number / std::max(1, Codec::kGroup);

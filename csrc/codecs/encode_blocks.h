@@ -14,27 +14,27 @@
 
 namespace commhooks {
 
-// The least number of elements that are encoded at a time. Values, errors and codes of this group,
+// The least number of elements that are encoded at a time. Values, errors and codes of this batch,
 // and what is prefetched of the next, should fit in a first-level cache of 32 KiB.
-constexpr int64_t kGroupNumbers = 1024;
+constexpr int64_t kBatchNumbers = 1024;
 
-// Scratch memory for a group of blocks.
-struct Group {
-  explicit Group(int64_t block_size)
+// Scratch memory for several blocks.
+struct BlockBatch {
+  explicit BlockBatch(int64_t block_size)
       : spacing(
             static_cast<int64_t>(
                 std::bit_ceil(static_cast<uint64_t>(std::max(block_size, kTile))))),
-        most(std::clamp<int64_t>(kGroupNumbers / spacing, 1, kMostBlocks)) {}
+        max_blocks(std::clamp<int64_t>(kBatchNumbers / spacing, 1, kMaxBlocks)) {}
 
   const int64_t spacing;  // of blocks in y
-  const int64_t most;     // number of blocks at most
+  const int64_t max_blocks;
   int64_t blocks = 0;
-  Place places[kMostBlocks];
-  uint32_t largest[kMostBlocks] = {};  // the bits of the largest |y|
-  int counts[kMostBlocks] = {};
-  alignas(64) float norms[kMostBlocks];
-  alignas(64) float scales[kMostBlocks];
-  alignas(64) float inverses[kMostBlocks];
+  Place places[kMaxBlocks];
+  uint32_t largest[kMaxBlocks] = {};  // the bits of the largest |y|
+  int counts[kMaxBlocks] = {};
+  alignas(64) float norms[kMaxBlocks];
+  alignas(64) float scales[kMaxBlocks];
+  alignas(64) float inverses[kMaxBlocks];
   alignas(64) float y[kMaxBlockSize];  // the numbers to encode, with zeros after each block
 };
 
@@ -58,18 +58,18 @@ COMMHOOKS_INLINE uint32_t load_sums(
 }
 
 template <typename T>
-COMMHOOKS_INLINE void load_group(const EncodeCall& call, int64_t begin, Group& group) {
-  for (int64_t i = 0; i < group.blocks; ++i) {
-    Place& place = group.places[i];
+COMMHOOKS_INLINE void load_batch(const EncodeCall& call, int64_t begin, BlockBatch& batch) {
+  for (int64_t i = 0; i < batch.blocks; ++i) {
+    Place& place = batch.places[i];
     place = place_of(call.parts, begin + i);
     const T* const values = static_cast<const T*>(call.values) + place.first;
     const T* const error =
         call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + place.first;
-    float* const y = group.y + i * group.spacing;
-    group.counts[i] = static_cast<int>(place.count);
-    group.largest[i] = load_sums(values, error, y, place.count);
-    if (place.count < group.spacing) {
-      std::fill(y + place.count, y + group.spacing, 0.0f);
+    float* const y = batch.y + i * batch.spacing;
+    batch.counts[i] = static_cast<int>(place.count);
+    batch.largest[i] = load_sums(values, error, y, place.count);
+    if (place.count < batch.spacing) {
+      std::fill(y + place.count, y + batch.spacing, 0.0f);
     }
   }
 }
@@ -86,54 +86,54 @@ COMMHOOKS_INLINE uint32_t signed_largest(const float* y, int64_t count, uint32_t
   return largest | ((is_there ^ 1u) << 31);
 }
 
-// The loops over kMostBlocks are vectorized; results for blocks that the group does not have are
+// The loops over kMaxBlocks are vectorized; results for blocks that the batch does not have are
 // not used.
 template <typename Set, codecs::Norm norm>
-COMMHOOKS_INLINE void find_norms(Group& group) {
+COMMHOOKS_INLINE void find_norms(BlockBatch& batch) {
   if constexpr (norm == codecs::Norm::kLargest) {
-    std::memcpy(group.norms, group.largest, sizeof(group.norms));
+    std::memcpy(batch.norms, batch.largest, sizeof(batch.norms));
   } else if constexpr (norm == codecs::Norm::kSigned) {
-    for (int64_t i = 0; i < group.blocks; ++i) {
-      group.norms[i] = codecs::float_of(
-          signed_largest(group.y + i * group.spacing, group.spacing, group.largest[i]));
+    for (int64_t i = 0; i < batch.blocks; ++i) {
+      batch.norms[i] = codecs::float_of(
+          signed_largest(batch.y + i * batch.spacing, batch.spacing, batch.largest[i]));
     }
   } else {
-    alignas(64) float inverses[kMostBlocks];
-    alignas(64) float sums[kMostBlocks] = {};
-    for (int64_t i = 0; i < kMostBlocks; ++i) {
-      inverses[i] = 1.0f / codecs::float_of(group.largest[i]);
+    alignas(64) float inverses[kMaxBlocks];
+    alignas(64) float sums[kMaxBlocks] = {};
+    for (int64_t i = 0; i < kMaxBlocks; ++i) {
+      inverses[i] = 1.0f / codecs::float_of(batch.largest[i]);
     }
     sum_blocks<Set, codecs::sums_squares(norm)>(
-        group.y, group.spacing, group.blocks, inverses, sums);
-    for (int64_t i = 0; i < kMostBlocks; ++i) {
-      group.norms[i] =
-          codecs::norm_from(norm, codecs::float_of(group.largest[i]), sums[i], group.counts[i]);
+        batch.y, batch.spacing, batch.blocks, inverses, sums);
+    for (int64_t i = 0; i < kMaxBlocks; ++i) {
+      batch.norms[i] =
+          codecs::norm_from(norm, codecs::float_of(batch.largest[i]), sums[i], batch.counts[i]);
     }
   }
 }
 
 template <typename Set, typename Codec>
-COMMHOOKS_INLINE void find_scales(const Codec& codec, Group& group) {
+COMMHOOKS_INLINE void find_scales(const Codec& codec, BlockBatch& batch) {
   switch (codec.norm) {
     case codecs::Norm::kLargest:
-      find_norms<Set, codecs::Norm::kLargest>(group);
+      find_norms<Set, codecs::Norm::kLargest>(batch);
       break;
     case codecs::Norm::kSigned:
-      find_norms<Set, codecs::Norm::kSigned>(group);
+      find_norms<Set, codecs::Norm::kSigned>(batch);
       break;
     case codecs::Norm::kMean:
-      find_norms<Set, codecs::Norm::kMean>(group);
+      find_norms<Set, codecs::Norm::kMean>(batch);
       break;
     case codecs::Norm::kRootMean:
-      find_norms<Set, codecs::Norm::kRootMean>(group);
+      find_norms<Set, codecs::Norm::kRootMean>(batch);
       break;
     case codecs::Norm::kEuclidean:
-      find_norms<Set, codecs::Norm::kEuclidean>(group);
+      find_norms<Set, codecs::Norm::kEuclidean>(batch);
       break;
   }
-  for (int64_t i = 0; i < kMostBlocks; ++i) {
-    group.scales[i] = codec.scale(codecs::float_of(group.largest[i]), group.norms[i]);
-    group.inverses[i] = 1.0f / group.scales[i];
+  for (int64_t i = 0; i < kMaxBlocks; ++i) {
+    batch.scales[i] = codec.scale(codecs::float_of(batch.largest[i]), batch.norms[i]);
+    batch.inverses[i] = 1.0f / batch.scales[i];
   }
 }
 
@@ -199,11 +199,11 @@ COMMHOOKS_INLINE void write_bytes(uint8_t* to, const uint8_t* bytes, int64_t cou
   std::memset(to + count, 0, static_cast<size_t>(room - count));
 }
 
-// Writes block i of the group to the message of its part, and its residual to values.
+// Writes block i of the batch to the message of its part, and its residual to values.
 template <typename Set, typename Codec, typename T>
 COMMHOOKS_INLINE void write_block(
-    const Codec& codec, const EncodeCall& call, Group& group, int64_t i) {
-  const auto& [part, block, first, count] = group.places[i];
+    const Codec& codec, const EncodeCall& call, BlockBatch& batch, int64_t i) {
+  const auto& [part, block, first, count] = batch.places[i];
   uint8_t* const message = call.messages + part * call.message_bytes;
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
   const int64_t codes_begin = call.parts.codes_offset(Codec::kGroup) + block * code_bytes;
@@ -217,16 +217,16 @@ COMMHOOKS_INLINE void write_block(
   T* __restrict const values = static_cast<T*>(call.values) + first;
   const T* __restrict const error =
       call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + first;
-  const int64_t ahead = group.most * group.spacing;
+  const int64_t ahead = batch.max_blocks * batch.spacing;
   prefetch(values + ahead, count);
   if (error != nullptr) {
     prefetch(error + ahead, count);
   }
-  const bool has_scale = codecs::has_scale(group.largest[i]);
-  const float scale = has_scale ? group.scales[i] : codecs::scale_without(group.largest[i]);
+  const bool has_scale = codecs::has_scale(batch.largest[i]);
+  const float scale = has_scale ? batch.scales[i] : codecs::scale_without(batch.largest[i]);
   store(message + 4 * block, scale);
-  float* __restrict const y = group.y + i * group.spacing;
-  const float inverse = group.inverses[i];
+  float* __restrict const y = batch.y + i * batch.spacing;
+  const float inverse = batch.inverses[i];
   // Whether the codes are the signs of y and have been packed already.
   const bool are_signs = std::is_same_v<Codec, codecs::Sign> && has_scale &&
       count % Set::kFloats == 0 && pack_signs(Set(), y, inverse, count, packed);
@@ -247,7 +247,7 @@ COMMHOOKS_INLINE void write_block(
   if (!has_scale) {
     std::memset(packed, 0, static_cast<size_t>(packed_bytes));
   } else if (!are_signs) {
-    find_codes(codec, y, Codec::kGroup > 0 ? 1.0f : inverse, call.seed, group.places[i], codes);
+    find_codes(codec, y, Codec::kGroup > 0 ? 1.0f : inverse, call.seed, batch.places[i], codes);
     pack<Codec::kBits>(codes, packed, count);
   }
 
@@ -277,13 +277,13 @@ COMMHOOKS_INLINE void write_block(
 template <typename Set, typename T, typename Codec>
 COMMHOOKS_INLINE void encode_blocks(
     const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
-  Group group(call.parts.block_size);
-  for (; begin < end; begin += group.blocks) {
-    group.blocks = std::min(group.most, end - begin);
-    load_group<T>(call, begin, group);
-    find_scales<Set>(codec, group);
-    for (int64_t i = 0; i < group.blocks; ++i) {
-      write_block<Set, Codec, T>(codec, call, group, i);
+  BlockBatch batch(call.parts.block_size);
+  for (; begin < end; begin += batch.blocks) {
+    batch.blocks = std::min(batch.max_blocks, end - begin);
+    load_batch<T>(call, begin, batch);
+    find_scales<Set>(codec, batch);
+    for (int64_t i = 0; i < batch.blocks; ++i) {
+      write_block<Set, Codec, T>(codec, call, batch, i);
     }
   }
 }

@@ -9,31 +9,31 @@ namespace commhooks {
 // The groups of one block; numbers after the block are zeros, up to the next tile.
 template <int group>
 struct Groups {
-  static constexpr int64_t kMost = kMaxBlockSize / group;
-  alignas(64) float largest[kMost];
-  alignas(64) float inverses[kMost];
-  alignas(64) float scales[kMost];
-  alignas(64) uint8_t codes[kMost];
+  static constexpr int64_t kMaxGroups = kMaxBlockSize / group;
+  alignas(64) float largest[kMaxGroups];
+  alignas(64) float inverses[kMaxGroups];
+  alignas(64) float scales[kMaxGroups];
+  alignas(64) uint8_t codes[kMaxGroups];
 };
 
 // Finds the largest magnitude of each of `count` groups in y.
 template <typename Set, int group>
 COMMHOOKS_INLINE void find_largest(const float* y, int64_t count, float* largest) {
-  using Places = typename Vectors<Set>::Places;
+  using Ints = typename Vectors<Set>::Ints;
   constexpr int64_t lanes = Set::kFloats;
-  const auto most = [](Places one, Places other)
-                        COMMHOOKS_ALWAYS_INLINE { return one > other ? one : other; };
+  const auto larger = [](Ints one, Ints other)
+                          COMMHOOKS_ALWAYS_INLINE { return one > other ? one : other; };
   for (int64_t first = 0; first < count; first += lanes) {
-    Places vectors[lanes];
+    Ints vectors[lanes];
     for (int64_t i = 0; i < lanes; ++i) {
       // The last vectors may have no group; they take the last one.
       const float* const from = y + std::min(first + i, count - 1) * group;
-      vectors[i] = load<Places>(from) & 0x7fffffff;
+      vectors[i] = load<Ints>(from) & 0x7fffffff;
       for (int64_t k = lanes; k < group; k += lanes) {
-        vectors[i] = most(vectors[i], load<Places>(from + k) & 0x7fffffff);
+        vectors[i] = larger(vectors[i], load<Ints>(from + k) & 0x7fffffff);
       }
     }
-    store(largest + first, reduce_each<Set>(vectors, most));
+    store(largest + first, reduce_each<Set>(vectors, larger));
   }
 }
 

@@ -636,8 +636,9 @@ void BucketPipeline::abort() noexcept {
       }
     }
     clear_step();
+    // So that the next step does not overwrite memory that other ranks may still be reading.
     for (auto& bucket : buckets_.all) {
-      bucket->release();  // other ranks may still read its memory
+      bucket->release();
     }
     unused_.forget_use();
   });

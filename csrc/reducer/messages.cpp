@@ -15,8 +15,8 @@ bool debug_is_off() {
 }  // namespace
 
 std::string describe(const ReducerOptions& options, const std::vector<size_t>& indices) {
-  constexpr size_t kMost = 20;
-  const size_t named = debug_is_off() ? std::min(indices.size(), kMost) : indices.size();
+  constexpr size_t kMaxNamed = 20;
+  const size_t named = debug_is_off() ? std::min(indices.size(), kMaxNamed) : indices.size();
   std::ostringstream text;
   for (size_t i = 0; i < named; ++i) {
     const size_t index = indices[i];

@@ -310,7 +310,7 @@ void Reducer::on_gradient(size_t index) {
   pipeline_.or_abort([&] {
     Turn::Part helper(pipeline_.turn());
     // The work that needs no lock.
-    bool is_left_out = false;
+    bool is_unannounced = false;
     bool begins_backward = false;
     std::optional<PackFormat> packs_early;
     bool completes_bucket = false;
@@ -318,7 +318,7 @@ void Reducer::on_gradient(size_t index) {
       Lock lock = pipeline_.lock();
       pipeline_.note_use_locked(index);
       if (is_local_locked()) {
-        is_left_out =
+        is_unannounced =
             pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
       } else {
         begins_backward = pipeline_.begin_backward_locked(lock);
@@ -335,8 +335,8 @@ void Reducer::on_gradient(size_t index) {
         }
       }
     }
-    if (is_left_out) {
-      warn_of_left_out(index);
+    if (is_unannounced) {
+      warn_of_unannounced(index);
     }
     if (begins_backward) {
       queue_backward_end();
@@ -429,7 +429,7 @@ void Reducer::on_backward_end() {
 
 // Warns once of a gradient that no forward has announced, unless it is averaged elsewhere: another
 // wrapper of the module, of any kind, has a hook of its own at the same accumulator.
-void Reducer::warn_of_left_out(size_t index) {
+void Reducer::warn_of_unannounced(size_t index) {
   if (accumulators_[index].second->post_hooks().size() > 1 ||
       pipeline_.process_group()->getSize() == 1) {
     return;

@@ -178,7 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void queue_backward_end();
   void on_backward_end();
 
-  void warn_of_left_out(size_t index);
+  void warn_of_unannounced(size_t index);
   void check_complete(const char* advice);
   std::string rank_prefix() const {
     return pipeline_.groups().rank_prefix();
@@ -198,7 +198,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool reaches_none_ = false;   // and whether its graph is known to reach no parameter
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // number of completed steps before the next attempt to rebuild
-  bool has_warned_ = false;   // see `warn_of_left_out`
+  bool has_warned_ = false;   // see `warn_of_unannounced`
   std::string last_error_;
 };
 

@@ -222,11 +222,11 @@ template <typename T>
 at::Tensor largest(T* gradient, const T* error, int64_t numel, int64_t count) {
   // If the sample was not representative, or many elements are equal, the bound is computed
   // exactly.
-  const int64_t most = 4 * count + kSamples;
+  const int64_t max_marks = 4 * count + kSamples;
   const auto bound = sample_bound(gradient, error, numel, count);
   Marks marks(gradient, error, numel, bound);
   const bool too_few = marks.count() < count && bound > 1;
-  if (too_few || marks.count() > most) {
+  if (too_few || marks.count() > max_marks) {
     const auto exact =
         kth_largest(numel, count, [&](int64_t i) { return magnitude_bits(gradient[i]); });
     marks = Marks(gradient, static_cast<const T*>(nullptr), numel, std::max<Key<T>>(exact, 1));

@@ -210,8 +210,8 @@ def count_bytes(rank: int, size: int, options: dict[str, Any], itemsize: int) ->
     sent = []
     for unit in units_of(net):
         comm = unit.collective("all_gather")
-        torchs = comm._torchs
-        comm._torchs = Spy(torchs, sent)
+        torchs = comm._original
+        comm._original = Spy(torchs, sent)
     step(net, rank)
     matrix, others = WIDTH * WIDTH // size, (WIDTH + 4 * WIDTH + 4) // size
     root = (4 * WIDTH + WIDTH) // size  # without a large matrix, and not sharded between
@@ -224,11 +224,11 @@ class Spy:
     """Torch's all-gather, with the bytes that it is given."""
 
     def __init__(self, torchs: Any, sent: list[int]) -> None:
-        self.allocate, self._torchs, self._sent = torchs.allocate, torchs, sent
+        self.allocate, self._original, self._sent = torchs.allocate, torchs, sent
 
     def __call__(self, output: Tensor, message: Tensor, *rest: Any) -> Any:
         self._sent.append(message.nbytes)
-        return self._torchs(output, message, *rest)
+        return self._original(output, message, *rest)
 
 
 @pytest.mark.parametrize(("options", "itemsize"), [({}, 4), (BFLOAT16, 2)], ids=["f32", "bf16"])

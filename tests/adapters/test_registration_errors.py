@@ -177,7 +177,7 @@ def mix_installations(rank: int, size: int) -> None:
 def mix_switches(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
     with (
-        patch.object(replays, "MOST_CAPTURES", 3 * rank),
+        patch.object(replays, "MAX_CAPTURES", 3 * rank),
         pytest.raises(commhooks.CommHookMismatchError, match=r"int8.*with COMMHOOKS_CUDA_GRAPHS=1"),
     ):
         commhooks.register(model, "int8")

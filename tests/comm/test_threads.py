@@ -6,7 +6,7 @@ import sys
 # From Python 3.12 on, no thread can be started once the main thread has ended.
 PROGRAM = """
 import sys, threading, time
-from commhooks.comm.threads import leave_thread, start_thread
+from commhooks.comm.threads import abandon_thread, start_thread
 
 def tell(text):
     time.sleep(0.2)
@@ -23,7 +23,7 @@ def tell_and_join(thread, *args):
 
 start_thread("first", tell_and_start)
 endless = start_thread("endless", threading.Event().wait)
-leave_thread(endless)
+abandon_thread(endless)
 join, threading.Thread.join = threading.Thread.join, tell_and_join
 if sys.version_info >= (3, 12):
     time.sleep(0.3)  # until the first has started the second, which goes on

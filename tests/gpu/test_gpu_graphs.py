@@ -24,7 +24,7 @@ def buckets_are_replayed(rank: int, size: int, config: dict[str, Any]) -> None:
     runs = []
     for most in (0, 3):
         with (
-            patch.object(replays, "MOST_CAPTURES", most),
+            patch.object(replays, "MAX_CAPTURES", most),
             patch.object(replays.Replay, "launch", launch),
             patch.object(stream_runner, "SENDS_ALONE", True),
         ):

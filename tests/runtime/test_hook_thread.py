@@ -91,7 +91,7 @@ def test_a_work_that_never_completes_holds_up_none_of_a_later_epoch(
     later.may_end.set()
     waiters.watch(LATER, later)
     assert told.get() == LATER
-    waiters.leave(0)
+    waiters.end_epoch(0)
     left = next(each for each in threading.enumerate() if each.name == "commhooks-wait")
     assert not left.is_awaited  # type: ignore[attr-defined]  # at the end of the interpreter
     never.may_end.set()

@@ -20,7 +20,7 @@ from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 on_an_ordered_backend = patch.object(adapter, "ThreadedRunner", StreamRunner)
-without_graphs = patch.object(replays, "MOST_CAPTURES", 0)
+without_graphs = patch.object(replays, "MAX_CAPTURES", 0)
 USUAL = ("int8", "topk", "powersgd", "error feedback")
 
 

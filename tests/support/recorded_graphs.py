@@ -185,7 +185,7 @@ def recorded_graphs() -> Iterator[Counts]:
         for owner, name, value in (
             (torch.cuda, "CUDAGraph", RecordedGraph),
             (torch.cuda, "graph_pool_handle", Pool),
-            (replays, "MOST_CAPTURES", 3),
+            (replays, "MAX_CAPTURES", 3),
             (Replay, "launch", lambda replay: replay._graph.replay(replay.result)),
             (stream_runner, "_can_capture", lambda *_: True),
             (native, "all_finite", all_finite),

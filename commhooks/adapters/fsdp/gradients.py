@@ -123,7 +123,7 @@ class FSDPAdapter(Adapter):
         return [by_kind[kind] for kind in sorted(by_kind)]
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
-        return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
+        return next(unit.full_shapes()[name] for unit in self._units if name in unit.full_shapes())
 
     def agree(self, what: str, value: str) -> int:
         """Check the replica group, then the shard groups: Note [Replicas and shards]."""
@@ -338,7 +338,7 @@ class FSDPAdapter(Adapter):
         if model is None:
             return
         # By name too: units learn of parameters that were loaded or moved in the next forward.
-        names = {name for unit in self._units for name in unit.wholes()}
+        names = {name for unit in self._units for name in unit.full_shapes()}
         known = self._ignored.union(*(unit.identities() for unit in self._units))
         found = {
             name: id(parameter)
@@ -390,7 +390,7 @@ class _Placed(NamedTuple):
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise CommHookError for parameters whose gradients FSDP cannot reduce."""
-    sharded = {name for unit in units for name in unit.wholes()}
+    sharded = {name for unit in units for name in unit.full_shapes()}
     sparse = sparse_parameters(model)
     if names := [
         n for n, p in model.named_parameters() if p in sparse and p.requires_grad and n in sharded

@@ -149,16 +149,16 @@ class Collective:
         self._unit = unit
         self._index = index
         self._format = format_
-        self._torchs = unit.collective(self.name)
+        self._original = unit.collective(self.name)
         unit.set_collective(self.name, self)
 
     def remove(self) -> None:
         """Return to torch's, if that has not happened yet."""
         if self._unit.collective(self.name) is self:
-            self._unit.set_collective(self.name, self._torchs)
+            self._unit.set_collective(self.name, self._original)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        memory: Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
+        memory: Tensor = self._original.allocate(size, dtype=dtype, device=device)
         return memory
 
 

@@ -100,7 +100,7 @@ class _AllGather(Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        size, parameters = group.size(), self._unit.gathered()
+        size, parameters = group.size(), self._unit.gather_layout()
         is_coded = [
             len(shape) > 1 and shape.numel() >= self._exact_below
             for shape, _ in parameters.values()
@@ -164,7 +164,7 @@ class _AllGather(Collective):
     ) -> dist.Work | None:
         self.wire_bytes += all_gather_bytes(sent.nbytes, group.size())
         with collective(group, "the all-gather of parameters"):
-            work: dist.Work | None = self._torchs(received, sent, group, async_op)
+            work: dist.Work | None = self._original(received, sent, group, async_op)
             return work
 
 

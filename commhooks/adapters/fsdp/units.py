@@ -91,8 +91,8 @@ class Unit:
         self._names = names
         info = group.mesh_info
         replicas = getattr(info, "replicate_process_group", None)
-        self._torchs_info = replicas.torchs_info if isinstance(replicas, _Replicas) else info
-        self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
+        self._original_info = replicas.original_info if isinstance(replicas, _Replicas) else info
+        self._original_fill = getattr(group, "reduce_scatter_unused_params", None)
         self._fills = False  # here, because torch cannot
         self._with_gradient: set[str] = set()  # not yet reduced over the replicas
         self.is_reduced = False
@@ -109,13 +109,13 @@ class Unit:
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """The group of the unit's replicas, or None if it has none."""
-        info = self._torchs_info
+        info = self._original_info
         return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
 
     @property
     def shards(self) -> dist.ProcessGroup | None:
         """The group that the unit is sharded over, or None if it is not sharded."""
-        info = self._torchs_info
+        info = self._original_info
         return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
 
     @property
@@ -146,7 +146,7 @@ class Unit:
             if each.sharded_param.requires_grad
         }
 
-    def wholes(self) -> dict[str, tuple[torch.Size, int]]:
+    def full_shapes(self) -> dict[str, tuple[torch.Size, int]]:
         """Return the shape of each parameter, and the dimension that it is sharded in.
 
         The shape is that of the gradient: of a real view if the parameter is complex.
@@ -157,8 +157,8 @@ class Unit:
         }
 
     def tensor_parallel(self) -> set[str]:
-        """Return the names of the parameters of which tensor parallelism gives each rank a part."""
-        own = self._torchs_info.mesh.mesh_dim_names or ()
+        """Return the names of the parameters sharded by tensor parallelism."""
+        own = self._original_info.mesh.mesh_dim_names or ()
         found = set()
         for name, each in zip(self._names, self._alive().fsdp_params, strict=True):
             parameter = each.sharded_param
@@ -178,7 +178,7 @@ class Unit:
             for parameter in (each.sharded_param, getattr(each, "_unsharded_param", None))
         }
 
-    def gathered(self) -> dict[str, tuple[torch.Size, int]]:
+    def gather_layout(self) -> dict[str, tuple[torch.Size, int]]:
         """Return the shape of each parameter, and how many numbers each rank has of it.
 
         In the order in which they are gathered, with those that are padding.
@@ -190,7 +190,7 @@ class Unit:
 
     def attach(self, replicas: dist.ProcessGroup, reduce: UnitReduction) -> None:
         """Call ``reduce`` instead of the all-reduce over ``replicas``."""
-        old = self._torchs_info
+        old = self._original_info
         # Without __init__, which asks the mesh for the group: one of one dimension has none.
         kind = type(old) if isinstance(old, DDPMeshInfo) else HSDPMeshInfo
         info = kind.__new__(kind)
@@ -207,10 +207,10 @@ class Unit:
 
     def fill_unused(self, fill: bool) -> None:
         """Reduce zeros for parameters without a gradient, or return to what was set before."""
-        if self._torchs_unused is None:
+        if self._original_fill is None:
             self._fills = fill
         else:
-            self._alive().reduce_scatter_unused_params = fill or self._torchs_unused
+            self._alive().reduce_scatter_unused_params = fill or self._original_fill
 
     def take_gradients(self) -> set[str]:
         """Return which parameters have had a gradient on this rank since the last call."""
@@ -292,10 +292,10 @@ class _Replicas(dist.ProcessGroup):
     """A group that only all-reduces, by calling ``reduce``."""
 
     def __init__(
-        self, replicas: dist.ProcessGroup, reduce: UnitReduction, torchs_info: Any
+        self, replicas: dist.ProcessGroup, reduce: UnitReduction, original_info: Any
     ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
-        self.torchs_info = torchs_info
+        self.original_info = original_info
         self._reduce = reduce
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]

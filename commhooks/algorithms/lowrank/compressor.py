@@ -33,7 +33,7 @@ from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState
-from commhooks.kernels import backend_of
+from commhooks.kernels import kernel_backend_of
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -249,7 +249,7 @@ def project_batch(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: T
         kernel = native.project_left if side is Side.LEFT else native.project_right
         kernel(E, G, basis, out)
         return
-    if backend_of(G) is not None and G.dtype == out.dtype:  # M would take memory of the GPU
+    if kernel_backend_of(G) is not None and G.dtype == out.dtype:  # M would take memory of the GPU
         for beta, term in enumerate((G,) if E is None else (G, E)):
             operands = (term, basis.mT) if side is Side.LEFT else (basis.mT, term)
             out.baddbmm_(*operands, beta=beta)
@@ -315,7 +315,7 @@ def orthonormal_basis(side: Side, factor: Tensor) -> Tensor:
 
 
 def _is_compiled(G: Tensor) -> bool:
-    return _HAS_LOOPS and backend_of(G) is None and G.dtype == torch.float32
+    return _HAS_LOOPS and kernel_backend_of(G) is None and G.dtype == torch.float32
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

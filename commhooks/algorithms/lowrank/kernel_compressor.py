@@ -18,7 +18,7 @@ from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, factor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.errors import CommHookError
 from commhooks.hook.base import TensorState
-from commhooks.kernels import backend_of, launch, require
+from commhooks.kernels import kernel_backend_of, launch, require
 from commhooks.kernels.launcher import STREAMING_BLOCKS, blocks_for, streaming_blocks
 from commhooks.kernels.source import ELEMENTS, LOWRANK, LOWRANK_RANKS, TYPES, kernel_name
 
@@ -37,7 +37,9 @@ def make_compressor(
 ) -> Compressor:
     """Return a compressor of these arguments, one with kernels if they run on the device."""
     largest = max((batch.rank for batch in plan.batches), default=0)
-    can_run = backend_of(buffer) is not None and largest <= _MAX_RANK and _has_cupy(buffer.device)
+    can_run = (
+        kernel_backend_of(buffer) is not None and largest <= _MAX_RANK and _has_cupy(buffer.device)
+    )
     return (KernelCompressor if can_run else Compressor)(plan, buffer, state, **options)
 
 

@@ -41,7 +41,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import streaming_blocks
 from commhooks.kernels.source import SPARSE, TYPES, kernel_name
 from reducer import GradBucket
@@ -125,7 +125,7 @@ class DGC(WarmedUp):
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
     """Add ``momentum * velocity`` to ``gradient`` in place; return that plus ``error``."""
-    if backend_of(gradient) is None:
+    if kernel_backend_of(gradient) is None:
         return gradient.add_(velocity, alpha=momentum) + error
     total = torch.empty_like(gradient)
     arguments = (gradient, velocity, error, float(momentum), gradient.numel(), total)

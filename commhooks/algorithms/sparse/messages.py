@@ -41,7 +41,7 @@ from commhooks.codecs.finite import all_finite, copy_if, is_known_false, select
 from commhooks.codecs.index_code import IndexCode, words_of
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import blocks_for
 from commhooks.kernels.source import ELEMENTS, SPARSE, TYPES, kernel_name
 from commhooks.precision import at_least_float32, saturating_cast
@@ -132,7 +132,7 @@ async def gather(
         compact = await comm.all_gather(_quantize_values(message, code, codec, dtype))
         messages = _expand(compact, code, codec, dtype)
     del message
-    if backend_of(messages) is None:
+    if kernel_backend_of(messages) is None:
         pairs = zip(messages, counts, strict=True)
         vectors = [_read_message(message, code, dtype, n) for message, n in pairs]
         return _one_by_one(vectors[comm.rank], vectors)
@@ -181,7 +181,7 @@ def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
     """Return the message, uint8, padded with zeros to ``code.count`` values."""
     dtype = vector.values.dtype
     message = vector.indices.new_zeros(_message_bytes(code, dtype), dtype=torch.uint8)
-    if backend_of(message) is None:
+    if kernel_backend_of(message) is None:
         code.pack(vector.indices, out=message[: code.nbytes])
         message[code.nbytes :].view(dtype)[: vector.count] = vector.values
         return message

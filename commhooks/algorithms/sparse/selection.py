@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from commhooks import native
 from commhooks.codecs.block import check_numbers
 from commhooks.errors import CommHookError
-from commhooks.kernels import backend_of, launch
+from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for, streaming_blocks
 from commhooks.kernels.source import SELECTION, SPARSE, TYPES, kernel_name
 
@@ -42,7 +42,7 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
     _check(gradient, error)
     if not 0 <= count <= gradient.numel():
         raise CommHookError(f"expected to select 0 to {gradient.numel()} elements, found {count}")
-    if backend_of(gradient) is None:
+    if kernel_backend_of(gradient) is None:
         return native.select_largest(gradient, error, count)
     indices = gradient.new_empty(count, dtype=torch.int32)
     if count == 0:
@@ -66,7 +66,7 @@ def select_largest_of_chunks(
     _check(gradient, error)
     if not 1 <= count <= chunk:
         raise CommHookError(f"expected to select 1 to {chunk} elements of each, found {count}")
-    if backend_of(gradient) is None:
+    if kernel_backend_of(gradient) is None:
         return native.select_largest_of_chunks(gradient, error, chunk, count)
     if error is not None:
         gradient.add_(error)
@@ -85,7 +85,7 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
     _check(gradient, error)
     if not threshold > 0:
         raise CommHookError(f"expected a threshold above 0, found {threshold}")
-    if backend_of(gradient) is None:
+    if kernel_backend_of(gradient) is None:
         return native.select_above(gradient, error, threshold)
     selection = _Selection(gradient)
     selection.mark(error, 0, sample_rank=0, bound=_key(threshold, gradient.dtype))
@@ -97,7 +97,7 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Add ``error`` to ``gradient``; return () bool: whether a sum is not finite."""
-    if backend_of(gradient) is None:
+    if kernel_backend_of(gradient) is None:
         return torch.tensor(select_above(gradient, error, math.inf).numel() > 0)
     _check(gradient, error)
     is_damaged = gradient.new_zeros((), dtype=torch.bool)
@@ -120,7 +120,7 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
     seed, rotation = (
         int(torch.randint(limit, (), generator=generator)) for limit in (2**63 - 1, numel)
     )
-    if backend_of(indices) is None:
+    if kernel_backend_of(indices) is None:
         native.draw_indices(seed, rotation, numel, indices)
     else:
         arguments = (seed, rotation, numel, count, indices)
@@ -144,7 +144,7 @@ def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
         raise CommHookError(
             f"expected as many values as indices, found {values.numel()} and {indices.numel()}"
         )
-    if backend_of(out) is None:
+    if kernel_backend_of(out) is None:
         native.scatter_add(values, indices, out)
         return
     count = indices.numel()

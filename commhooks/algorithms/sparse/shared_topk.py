@@ -43,7 +43,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
-from commhooks.kernels import backend_of
+from commhooks.kernels import kernel_backend_of
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -117,7 +117,7 @@ async def _choose_in_turn(
     message = write_message(SparseVector(chosen, zeros, code.numel), code)
     by_rank = await comm.all_gather(torch.cat([message[used] for used in _used_bytes(code)]))
     messages = _with_values(by_rank.roll(comm.step % size, 0), code)
-    if backend_of(total) is None:
+    if kernel_backend_of(total) is None:
         indices = torch.stack([code.unpack(part[: code.nbytes]) for part in messages])
     else:
         read = MessagesOnDevice(messages, _NO_VALUES, code)

@@ -12,8 +12,9 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// Asks reducer/peers.py what the C++ exception under way means.
-void throw_what_it_means(
+// Rethrows the current exception as CommHookPeerError if reducer/peers.py attributes it to a lost
+// peer.
+void rethrow_as_peer_error(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   py::gil_scoped_acquire gil;
   torch::translate_exception_to_python(std::current_exception());
@@ -59,7 +60,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   commhooks::register_grad_bucket(module);
   commhooks::register_packing(module);
   commhooks::register_reducer(module);
-  commhooks::throw_peer_error = &commhooks::throw_what_it_means;
+  commhooks::throw_peer_error = &commhooks::rethrow_as_peer_error;
   module.def(
       "are_values", &commhooks::are_values, py::arg("dicts"), py::arg("values"),
       "Return whether `values` are the objects in these dictionaries, in their order.");

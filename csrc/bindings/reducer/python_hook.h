@@ -29,7 +29,7 @@ class PythonHook final : public Hook {
   PackFormat format_;
 };
 
-// Returns an observer that calls `function(indices)`; see Reducer::Observer.
+// Returns an observer that calls `function(indices)`; see BucketPipeline::Observer.
 std::function<void(const std::vector<size_t>&)> python_observer(pybind11::object function);
 
 }  // namespace commhooks
