@@ -130,7 +130,7 @@ def test_replay(
     benchmark: Any, group: dist.ProcessGroup, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measure the same for a bucket that is replayed; without a GPU, the replay does nothing."""
-    monkeypatch.setattr(replays, "MOST_CAPTURES", 1)
+    monkeypatch.setattr(replays, "MAX_CAPTURES", 1)
     monkeypatch.setattr(stream_runner, "SENDS_ALONE", dist.get_backend(group) == "nccl")
     if dist.get_backend(group) != "nccl":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)

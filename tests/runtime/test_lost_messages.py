@@ -34,7 +34,7 @@ def test_messages_of_a_failed_step_are_closed_and_then_aborted(has_failed: bool)
     execution.abort.assert_called_once_with(execution.failure)
     ended.assert_called_once_with(execution)
     groups.drop_unused.assert_called_once()
-    waiters.leave.assert_called_once_with(0)
+    waiters.end_epoch.assert_called_once_with(0)
     later.abort.assert_not_called()
     assert list(scheduler._under_way) == [later]
     scheduler.complete((0, (), 1))  # the message has ended after all
