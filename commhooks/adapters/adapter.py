@@ -21,7 +21,6 @@ from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording, Span
 from commhooks.runtime.runner import Runner
-from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats, StatsCollector
 from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
@@ -145,9 +144,8 @@ class Adapter(Ranks, ABC):
             self._runner.close()
         self.hook, self._runner = hook, runner
         if runner is not None and isinstance(hook, CommHook):
-            with runner.between_steps():  # what it keeps may belong to the stream of another runner
-                for each in tree(hook):
-                    record_on_current_stream(each.state)
+            with runner.between_steps():  # records what belongs to the stream of another runner
+                pass
         self._collector = StatsCollector() if runner is None else runner.collector
         self._collector.units = {name: tuple(unit) for unit in self.units or () for name in unit}
         self._listen()

@@ -190,6 +190,8 @@ class StreamRunner(Runner):
         self.drain()
         try:
             with self._stream.forked():
+                for each in tree(self._hook):  # the caller may free what another stream owns
+                    record_on_current_stream(each.state)
                 yield
         finally:
             with self._exchange_stream:

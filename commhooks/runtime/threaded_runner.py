@@ -15,6 +15,7 @@ from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.hook_thread import HookThread
 from commhooks.runtime.runner import Runner
+from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.step_scheduler import StepScheduler
 from commhooks.runtime.waiters import Waiters
 from reducer import GradBucket
@@ -88,6 +89,8 @@ class ThreadedRunner(Runner):
         """Let the caller work on the stream of the threads, which have nothing to do."""
         self.drain()
         with self._stream.forked():
+            for each in tree(self._hook):  # the caller may free what another stream owns
+                record_on_current_stream(each.state)
             yield
 
     def close(self) -> None:

@@ -269,7 +269,6 @@ def test_nor_after_a_failure(run_ranks, runner):
 CALLS = {
     "stream": {
         "record: follow < StreamRunner.__call__",
-        "record: record_on_current_stream < Adapter.install",
         "record: record_on_current_stream < HookHandle.state_dict",
         "record: record_on_current_stream < StreamRunner.between_steps",
         "wait: follow < StreamRunner.__call__",
@@ -280,8 +279,8 @@ CALLS = {
     },
     "threaded": {
         "record: follow < StepScheduler.launch",
-        "record: record_on_current_stream < Adapter.install",
         "record: record_on_current_stream < HookHandle.state_dict",
+        "record: record_on_current_stream < ThreadedRunner.between_steps",
         "wait: follow < StepScheduler.launch",
         "wait: follow < forked < ThreadedRunner.between_steps",
         "wait: join < forked < ThreadedRunner.between_steps",
