@@ -1,5 +1,8 @@
 """Replays of hooks, on CUDA graphs that are emulated: support/recorded_graphs.py."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -162,3 +165,27 @@ def ends_steps(rank: int, size: int) -> list[int]:
 
 def test_the_watchdog_sees_steps_with_replays(run_ranks: Any) -> None:
     assert run_ranks(ends_steps, 2) == 2 * [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "captures", "register"),
+    [
+        ({}, 0, None),
+        ({"COMMHOOKS_CUDA_GRAPHS": "1"}, 3, "0"),
+        ({"COMMHOOKS_CUDA_GRAPHS": "1", "NCCL_GRAPH_REGISTER": "1"}, 3, "1"),
+        ({"COMMHOOKS_CUDA_GRAPHS": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}, 0, None),
+        ({"COMMHOOKS_CUDA_GRAPHS": "1", "NCCL_BLOCKING_WAIT": "1"}, 0, None),
+    ],
+    ids=["off", "on", "registering", "blocking", "blocking, by its old name"],
+)
+def test_the_switch(given: dict[str, str], captures: int, register: str | None) -> None:
+    code = (
+        "import os; from commhooks.runtime import replays; "
+        "print((replays.MAX_CAPTURES, os.environ.get('NCCL_GRAPH_REGISTER')))"
+    )
+    others = {name: value for name, value in os.environ.items() if "NCCL_" not in name}
+    environment = {**others, "PYTHONPATH": os.pathsep.join(sys.path), **given}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str((captures, register))
