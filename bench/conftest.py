@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def one_thread() -> Iterator[None]:
 def group() -> Iterator[dist.ProcessGroup]:
     """Return a group of this process alone: of NCCL if there is a CUDA device, else of Gloo."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ def seconds_of(run: Run, device: str) -> float:
 
 
 def in_turn(
-    benchmark: Any, timers: dict[str, Callable[[], float]], rounds: int = ROUNDS
+    benchmark: Any, timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
 ) -> dict[str, list[float]]:
     """Call functions that return seconds, round by round; pytest-benchmark shows the last one."""
     seconds: dict[str, list[float]] = {name: [] for name in timers}
@@ -71,7 +71,7 @@ def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: 
     )
 
 
-def against_other(benchmark: Any, runs: dict[str, Run]) -> None:
+def against_other(benchmark: Any, runs: Mapping[str, Run]) -> None:
     """Time the last of ``runs`` against the others, on CUDA."""
     timers = {name: partial(seconds_of, run, "cuda") for name, run in runs.items()}
     rounds = in_turn(benchmark, timers)

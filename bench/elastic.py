@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,9 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
 
 
 def _sent_by_hook(model: nn.Module) -> float:
-    stats = commhooks.handle_of(model).stats()
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    stats = handle.stats()
     return (stats.total.wire_bytes or 0.0) * stats.steps
 
 
@@ -149,7 +151,8 @@ def _use_torchft(
         return all_reduce(tensor, *arguments, **options)
 
     manager.allreduce = count
-    outer = torch.optim.SGD(net.parameters(), *OUTER.values(), nesterov=True)
+    lr, momentum = OUTER.values()
+    outer = torch.optim.SGD(net.parameters(), lr, momentum, nesterov=True)
     torchft.local_sgd.DiLoCo(manager, [net], optimizer, outer, PERIOD).__enter__()
     return lambda: sent
 
@@ -191,7 +194,7 @@ def _train_and_tell(told: Any, *arguments: Any) -> None:
     os._exit(0)  # threads of the manager would wait for other groups
 
 
-def means(records: list[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def means(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the means over seeds, by method and what happens in a run."""
     by_kind: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:

@@ -30,7 +30,7 @@ _CHANGES = (-2, 0, 2, 5, 10, 20, 50, 100)
 _SECONDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 3, 5)
 _WIDTH = 6.4
 _COLORED = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "grid.color")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     **dict.fromkeys((*_COLORED, "xtick.color", "ytick.color"), GRAY),
     "svg.hashsalt": "commhooks",  # the same file each time
     "svg.fonttype": "none",  # text stays text, and the file short

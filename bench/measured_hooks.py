@@ -94,19 +94,17 @@ _powersgd = functools.partial(
     start_powerSGD_iter=2,  # the earliest possible step
 )
 _world = functools.partial(getattr, dist.group, "WORLD")
-TORCHS = {
-    f"torch {name}": TorchStyleHook(f"torch {name}", None, *how)
-    for name, *how in (
-        ("noop",),
-        ("allreduce", default_hooks.allreduce_hook, 1.0),
-        ("fp16", default_hooks.fp16_compress_hook, 0.5),
-        ("bf16", default_hooks.bf16_compress_hook, 0.5),
-        ("powersgd", powerSGD_hook.powerSGD_hook, 0.0, _powersgd),
-        ("batched powersgd", powerSGD_hook.batched_powerSGD_hook, 0.0, _powersgd),
-        ("per tensor", quantization_hooks.quantization_pertensor_hook, 0.25, _world),
-        ("per channel", quantization_hooks.quantization_perchannel_hook, 0.25, _world),
-    )
-}
+_of_torch: list[tuple[Any, ...]] = [
+    ("noop",),
+    ("allreduce", default_hooks.allreduce_hook, 1.0),
+    ("fp16", default_hooks.fp16_compress_hook, 0.5),
+    ("bf16", default_hooks.bf16_compress_hook, 0.5),
+    ("powersgd", powerSGD_hook.powerSGD_hook, 0.0, _powersgd),
+    ("batched powersgd", powerSGD_hook.batched_powerSGD_hook, 0.0, _powersgd),
+    ("per tensor", quantization_hooks.quantization_pertensor_hook, 0.25, _world),
+    ("per channel", quantization_hooks.quantization_perchannel_hook, 0.25, _world),
+]
+TORCHS = {f"torch {it[0]}": TorchStyleHook(f"torch {it[0]}", None, *it[1:]) for it in _of_torch}
 """Torch's own hooks, by name. Torch registers its bf16 hook only in a build with CUDA and NCCL."""
 NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
 """Our wrapper with torch's function: the engine does not know that it changes nothing."""
@@ -126,9 +124,12 @@ class HostFloor(Entry):
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
         model, handle = super().wrap(module, **options)
-        host = connect_host(dist.group.WORLD, torch.device("cpu"))
+        count = sum(p.numel() for p in module.parameters())
+        world = dist.group.WORLD
+        assert world is not None
+        host = connect_host(world, torch.device("cpu"), 4 * count)
         assert host is not None
-        own = host.allocate(sum(p.numel() for p in module.parameters()), torch.float32).fill_(1.0)
+        own = host.allocate(count, torch.float32).fill_(1.0)
         places: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(places, host.offset_of(own))
         tensors = host.tensors_at(dict(enumerate(places)), own)

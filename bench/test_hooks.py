@@ -99,7 +99,9 @@ class Stages(commhooks.CommHook):
 
 @functools.cache
 def stage_groups() -> StageGroups:
-    return StageGroups(dist.group.WORLD, token=0)
+    world = dist.group.WORLD
+    assert world is not None
+    return StageGroups(world, token=0)
 
 
 def one_number() -> nn.Module:

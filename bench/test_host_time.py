@@ -44,11 +44,12 @@ class Plain(commhooks.CommHook):
 
 
 POWERSGD = {"start_step": 0, "min_compression_rate": 1.0}
-MATRIX = [(100, 100)]
+Shapes = list[tuple[int, ...]]
+MATRIX: Shapes = [(100, 100)]
 # Two layers of a transformer: four shapes of matrices, with vectors between them.
 LAYERS = 2 * [(64,), (192, 64), (192,), (64, 64), (64,), (64,), (256, 64), (256,), (64, 256), (64,)]
 
-SUBJECTS: dict[str, tuple[Callable[[], commhooks.CommHook], list[tuple[int, ...]]]] = {
+SUBJECTS: dict[str, tuple[Callable[[], commhooks.CommHook], Shapes]] = {
     "one collective": (Plain, MATRIX),
     "fp16": (lambda: commhooks.create("fp16"), MATRIX),
     "skip_nonfinite": (lambda: commhooks.create("skip_nonfinite", inner=Plain()), MATRIX),
@@ -61,7 +62,7 @@ SUBJECTS: dict[str, tuple[Callable[[], commhooks.CommHook], list[tuple[int, ...]
 
 def runner_and_bucket(
     hook: commhooks.CommHook,
-    shapes: list[tuple[int, ...]],
+    shapes: Shapes,
     buffer: Tensor,
     group: dist.ProcessGroup,
 ) -> tuple[StreamRunner, GradBucket]:

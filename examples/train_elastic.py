@@ -98,7 +98,7 @@ class Trainer:
             rank=self.site,
         )
         self.optimizer.zero_grad()
-        loss = self.model(*batch)  # at the end of a period, waits for the other sites
+        loss: torch.Tensor = self.model(*batch)  # at the end of a period, waits for the other sites
         loss.backward()
         self.optimizer.step()
         self.steps_done += 1

@@ -92,6 +92,11 @@ def _validate(model: nn.Module, batch: Any) -> float:
     return loss.item()
 
 
+def measure(run: dict[str, Any]) -> Any:
+    """Train with the settings ``run``, and return what rank 0 found."""
+    return run_ranks(train, RANKS, *run.values(), timeout=3600)[0]
+
+
 def main() -> None:
     """Train what the file lacks, and print a table of all it has."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -102,8 +107,7 @@ def main() -> None:
     results = Results(arguments.path, "machine")
     for seed, setting in itertools.product(range(arguments.seeds), SETTINGS):
         run = dict(zip(KEYS, (arguments.task, seed, *setting), strict=True))
-        work = partial(run_ranks, train, RANKS, *run.values(), timeout=3600)
-        results.once(run, lambda work=work: work()[0])
+        results.once(run, partial(measure, run))
     close_ranks()
     print(table(_rows([run for run in results.runs if run["task"] == arguments.task])))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.copies import against_copy, against_other
+from bench.copies import Run, against_copy, against_other
 from bench.models import parameter_shapes
 from commhooks.lab.networks import GPT2Small
 from reducer import native
@@ -65,5 +65,5 @@ def test_many_small(benchmark: Any, way: str) -> None:
             destination.copy_(gradient)
 
     foreach = partial(torch._foreach_copy_, to, source)
-    runs = {"torch, one by one": one_by_one, "torch, foreach": foreach, "ours": run}
+    runs: dict[str, Run] = {"torch, one by one": one_by_one, "torch, foreach": foreach, "ours": run}
     against_other(benchmark, runs)
