@@ -24,7 +24,7 @@ from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact import AllReduce
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookResultError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, tree
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
@@ -161,6 +161,7 @@ class TorchAdapter(Adapter):
         while (bucket := (yield future)) is not None:
             gradients, start_ns, sent = bucket.buffer(), time.monotonic_ns(), None
             try:
+                self._check_join()
                 own = self._with_names(bucket, launched)
                 if not gradients.is_sparse:
                     launched, told_last = launched + 1, bucket.is_last()
@@ -193,6 +194,24 @@ class TorchAdapter(Adapter):
             start = min(s.start_ns for s in spans if s.start_ns > last_end)
             self._add_span("backward", self.steps, start)
         self.steps += 1
+
+    def _check_join(self) -> None:
+        """Raise CommHookError if the hook cannot run inside ``model.join()``."""
+        wrapper: Any = None if self._wrapper is None else self._wrapper()
+        if wrapper is None or not isinstance(self.hook, CommHook):
+            return
+        if not wrapper._join_config.enable:  # noqa: SLF001
+            return
+        if not wrapper._divide_by_initial_world_size:  # noqa: SLF001
+            missing = "divide averages by the number of ranks with inputs"
+        elif any(each.changes_parameters for each in tree(self.hook)):
+            missing = "tell the hook that join() has overwritten the parameters"
+        else:
+            return
+        raise CommHookError(
+            f"hook {self.hook.name!r} inside join(): torch's DistributedDataParallel does not "
+            f"{missing}; use commhooks.DistributedDataParallel"
+        )
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:

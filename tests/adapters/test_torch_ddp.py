@@ -122,6 +122,26 @@ def compare_uneven(rank: int, size: int, mode: dict[str, bool]) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ("allreduce", {"divide_by_initial_world_size": False}, "number of ranks with inputs"),
+        ("push_sum", {}, "'push_sum' inside join.*has overwritten"),
+    ],
+)
+def test_refused_in_join(run_ranks: Any, hook: str, options: dict[str, bool], message: str) -> None:
+    run_ranks(refuse_uneven, 2, hook, options, message)
+
+
+def refuse_uneven(rank: int, size: int, hook: str, options: dict[str, bool], message: str) -> None:
+    model = TorchDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    commhooks.register(model, hook)
+    with model.join(**options):
+        loss = model(torch.ones(1, 2)).sum()
+        with pytest.raises(commhooks.CommHookError, match=message):
+            loss.backward()
+
+
 def break_without_inputs(rank: int, size: int) -> None:
     with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
         train_unevenly(rank, size, Breaks(), {})
