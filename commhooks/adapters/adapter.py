@@ -163,7 +163,10 @@ class Adapter(Ranks, ABC):
             self._late_backwards = wrapper.register_forward_hook(check)
 
     def _stand_in(self, hook: CommHook) -> Any:  # noqa: ARG002
-        """Return what runs ``hook`` here in place of a runner in Python, None if nothing does."""
+        """Return what runs ``hook`` in place of a runner in Python, None if nothing does.
+
+        It is ``hook`` itself if the wrapper's own average is the same.
+        """
         return None
 
     @abstractmethod

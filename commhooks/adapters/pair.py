@@ -1,7 +1,7 @@
 """A hook as the pair ``(state, hook)`` that ``register_comm_hook`` takes."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from commhooks.adapters.dispatch import inner_module
 from commhooks.adapters.handle import HookHandle, keep
 from commhooks.adapters.sparse_gradients import SparseGradients
 from commhooks.adapters.torch_ddp import TorchAdapter
+from commhooks.algorithms.exact import AllReduce
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
@@ -102,8 +103,12 @@ class CommHookState:
         self._is_registered = True
 
     def __getstate__(self) -> dict[str, Any]:
-        saved = self.handle.state_dict() if self._is_registered else self._saved
-        return {"hook": self._hook.to_config(), "saved": saved}
+        if not self._is_registered:
+            return {"hook": self._hook.to_config(), "saved": self._saved}
+        if not self.handle.is_registered:
+            return {"hook": AllReduce().to_config(), "saved": None}
+        saved = self.handle.state_dict()
+        return {"hook": cast("CommHook", self.handle.hook).to_config(), "saved": saved}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._hook = create(state["hook"])

@@ -32,6 +32,9 @@ class _ReplicaCheck:
         self._next = adapter.steps
         self._pending: _Comparison | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pending": None}  # a copy of the model has no process group
+
     @_disable_dynamo
     def __call__(self, model: nn.Module, *_: object) -> None:
         """Tell what the last comparison has found, and begin the next one if it is time."""

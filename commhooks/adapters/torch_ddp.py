@@ -79,7 +79,7 @@ class TorchAdapter(Adapter):
         self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self.steps = 0
-        self._step: Generator[Future[Tensor] | None, TorchBucket | None, None] | None = None
+        self._running: Generator[Future[Tensor] | None, TorchBucket | None, None] | None = None
         self._reached: set[str] = set()  # parameters whose buckets of this step have come
         self._has_last = False  # the bucket that torch marks as the last of this step has come
         self._gradient_hooks: list[RemovableHandle] = []
@@ -113,10 +113,10 @@ class TorchAdapter(Adapter):
             self._end_step()
         self._reached |= names
         self._has_last = bucket.is_last()
-        if self._step is None:
-            self._step = self._run_step()
-            next(self._step)
-        future = cast("Future[Tensor]", self._step.send(bucket))
+        if self._running is None:
+            self._running = self._run_step()
+            next(self._running)
+        future = cast("Future[Tensor]", self._running.send(bucket))
         if _is_in_backward():
             _queue_callback(lambda: _queue_callback(self._end_backward))
         elif bucket.is_last():
@@ -125,15 +125,15 @@ class TorchAdapter(Adapter):
         return future
 
     def _end_backward(self) -> None:
-        if self._step is not None and self._has_all_buckets():
+        if self._running is not None and self._has_all_buckets():
             self._end_step()
 
     def _end_step(self) -> None:
         """End the step, if one is under way, and raise its error."""
-        step, self._step, self._reached = self._step, None, set()
-        if step is not None:
+        running, self._running, self._reached = self._running, None, set()
+        if running is not None:
             with suppress(StopIteration):
-                step.send(None)
+                running.send(None)
 
     def _run_step(self) -> Generator[Future[Tensor] | None, TorchBucket | None, None]:
         """Run the hook on the buckets of a step, which are sent here until None ends the step.
@@ -296,6 +296,11 @@ class TorchDDPAdapter(TorchAdapter):
                 f"the gradients of {', '.join(self.sparse)} are sparse, which hooks do not support "
                 "with skip_all_reduce_unused_params; create their embeddings with sparse=False, or "
                 "the wrapper without that option"
+            )
+        if model.mixed_precision is not None:
+            raise CommHookError(
+                "torch's DistributedDataParallel registers a hook of its own for mixed_precision, "
+                "and takes no other; use commhooks.DistributedDataParallel(mixed_precision=...)"
             )
         try:
             model.register_comm_hook(_State(self), _run)

@@ -4,8 +4,9 @@ import textwrap
 
 import click
 
-from commhooks.cli.common import import_option
+from commhooks.cli.common import import_option, show_failures
 from commhooks.costs.units import aligned
+from commhooks.errors import CommHookError
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
 from commhooks.lab.simulation.dry_run import usual_ratio
@@ -38,7 +39,12 @@ _WIDTH = 76  # of texts
 def list_hooks() -> None:
     """List all hooks by family, how much they send and how exact they are."""
     lines: list[tuple[str, ...]] = [("hook", "average", "fewer", *_TASKS)]
-    infos = [describe_hook(name) for name in available()]
+    infos, failures = list[HookInfo](), dict[str, str]()
+    for name in available():
+        try:
+            infos.append(describe_hook(name))
+        except CommHookError as error:  # a hook of another package that cannot be imported
+            failures[name] = str(error)
     for family, title in _FAMILIES.items():
         members = [info for info in infos if info.family == family]
         lines += [(title,)] if members else []
@@ -49,6 +55,7 @@ def list_hooks() -> None:
             needs = f"needs {', '.join(info.needs)}" if info.needs else ""
             lines += [(f"    {text}",) for text in textwrap.wrap(needs, _WIDTH)]
     click.echo(f"{aligned(lines, left=(0, 1))}\n{_CAPTION}")
+    show_failures(failures, is_error=False)
 
 
 @click.command()

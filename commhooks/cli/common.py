@@ -49,6 +49,8 @@ class _File(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            self.fail(f"cannot write {str(path)!r}", param, ctx)
         return path
 
 
@@ -184,6 +186,8 @@ class TargetCluster:
             object.__setattr__(self, "backend", self.device.backend)
         if self.speed is not None and self.step_time is not None:
             raise click.UsageError("--speed and --step-time say the same; expected one of them")
+        if self.step_time == 0:
+            raise click.UsageError("--step-time: expected more than 0 s")
 
     @property
     def network(self) -> Network:

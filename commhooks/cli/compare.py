@@ -29,6 +29,7 @@ from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
+_COUNT = click.IntRange(min=1)
 _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
@@ -57,8 +58,8 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
     "such a link is set up and measured; otherwise its times are predicted.",
 )
 @click.option("--predict", is_flag=True, help="Predict links even if they could be measured.")
-@click.option("--steps", default=50, show_default=True, help="Timed steps per hook and link.")
-@click.option("--train-steps", default=200, show_default=True, help="Training steps per hook.")
+@click.option("--steps", type=_COUNT, default=50, show_default=True, help="Timed steps per hook.")
+@click.option("--train-steps", type=_COUNT, default=200, show_default=True, help="Steps to train.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

@@ -71,6 +71,8 @@ class PendingCollective:
         wait(self.start(group))
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
+        if self.is_awaited:
+            raise CommHookError(f"comm.{self.operation}() is awaited again; keep its result")
         self.is_awaited = True
         yield self
         assert self.result is not None
@@ -114,7 +116,10 @@ class Communicator:
         self.step = step
         """The number of synchronized backward passes before this one, also after a resume."""
         self.wire_bytes = 0
-        """The bytes that this rank has sent for this bucket: :mod:`commhooks.comm.wire`."""
+        """The bytes that this rank has sent for this bucket: :mod:`commhooks.comm.wire`.
+
+        Communicators derived from the one that ``reduce`` gets do not count.
+        """
         self.wants_contribution = False
         """Whether the hook around this one needs :attr:`contribution`."""
         self.contribution: Tensor | None = None

@@ -40,7 +40,8 @@ from commhooks.errors import CommHookError
 
 NOT_BEGUN = (
     "expected an exchange that began in an earlier step, found one that was handed over in this "
-    "step, or aborted because a step failed; forget exchanges in recover()"
+    "step, or aborted because a step failed or the hook was registered again; forget exchanges in "
+    "recover() and prepare()"
 )
 
 

@@ -76,7 +76,7 @@ class StageGroups:
     """
 
     on_loss: Callable[[int], None] | None = None
-    """Callback with the current epoch, called on another thread when a rank leaves; or None."""
+    """Called on another thread when a rank is lost, with the epoch in which it was connected."""
     _threads = 1  # per group, because its collectives run one at a time
 
     def __init__(

@@ -234,9 +234,9 @@ class CommHook:
         """Recover from a failed step; called on every rank before the next one.
 
         Some ranks may have finished a bucket that others have not. So a hook must discard state
-        here that has to be the same on all ranks, or make it the same. It is also called at the end
-        of ``join``, where all ranks take over the model of the last one, so state that belongs to
-        another model must be discarded as well. By default, nested hooks recover.
+        here that has to be the same on all ranks, or make it the same. Our own wrapper also calls
+        it at the end of ``join``, where all ranks take over the model of the last one, so state
+        that belongs to another model must be discarded as well. By default, nested hooks recover.
         """
         for hook in self.nested().values():
             hook.recover()

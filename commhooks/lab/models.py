@@ -69,14 +69,16 @@ class Workload:
         """Make the batch of a rank, which is the same in every step. Raises ModelError."""
         torch.manual_seed(_SEED + 1 + rank)
         if self.input is not None:
-            return self.device.put(load_callable(str(self.input))())
+            return self.device.put(
+                _made_by(load_callable(str(self.input)), f"input {self.input!r}")
+            )
         example_input = getattr(module, "example_input", None)
         if example_input is None:
             raise ModelError(
                 f"model {self.model!r}: {type(module).__name__} has no example_input(); pass "
                 "--input package.module:factory, a function that returns a batch"
             )
-        return self.device.put(example_input())
+        return self.device.put(_made_by(example_input, f"example_input() of {self.model!r}"))
 
     def loss(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
         """Run one forward pass. Dropout draws the same numbers in every step."""
@@ -103,6 +105,13 @@ def _loss_of(output: Any) -> Tensor:
     return output if output.dim() == 0 else output.square().mean()
 
 
+def _made_by(factory: Callable[[], Any], what: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise ModelError(f"{what}: its factory raised {type(error).__name__}: {error}") from error
+
+
 def built_in_models() -> list[str]:
     return sorted(_BUILT_IN)
 
@@ -123,12 +132,7 @@ def load_model(name: str) -> nn.Module:
             + f" Built in: {', '.join(built_in_models())}. "
             "A model of your own: package.module:factory or train.py:factory."
         )
-    try:
-        model = factory()
-    except Exception as error:
-        raise ModelError(
-            f"model {name!r}: its factory raised {type(error).__name__}: {error}"
-        ) from error
+    model = _made_by(factory, f"model {name!r}")
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"model {name!r}: expected its factory to return a torch.nn.Module, found "

@@ -105,7 +105,7 @@ class HookThread:
             item()
 
     def _note_loss(self, epoch: int) -> None:
-        """Called on another thread, also after the end. It is too early to start this one."""
+        """Called on a thread of the watch, also after close(), so it must not start this thread."""
         self._inbox.put(partial(self._lost.setdefault, epoch, time.monotonic() + self._grace))
 
     def _abort_without_peers(self) -> None:

@@ -27,6 +27,9 @@ class Handle(Protocol):
     def hook(self) -> Any: ...
 
     @property
+    def is_registered(self) -> bool: ...
+
+    @property
     def adapter(self) -> Ranks: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -75,14 +78,14 @@ class GatheredState:
 
 
 def add_state(handle: Handle, checkpoint: dict[str, Any]) -> None:
-    """Add the states of all ranks, unless a torch-style function keeps its own. Collective."""
-    if isinstance(handle.hook, CommHook):
+    """Add the states of all ranks, if the hook has any: :func:`_has_state`. Collective."""
+    if _has_state(handle):
         checkpoint[KEY] = GatheredState(handle).state_dict()
 
 
 def load_state_of(handle: Handle, checkpoint: Mapping[str, Any], key: str = KEY) -> None:
     """Load what :func:`add_state` added. Collective."""
-    if isinstance(handle.hook, CommHook):
+    if _has_state(handle):
         handle.load_state_dict(checkpoint.get(key) or NoStateError())
 
 
@@ -129,8 +132,12 @@ def _path(folder: str | os.PathLike[str]) -> Path:
 
 
 def _with_state(handles: Mapping[str, Handle]) -> dict[str, Handle]:
-    """Leave out torch-style functions, whose state is not known."""
-    return {key: each for key, each in handles.items() if isinstance(each.hook, CommHook)}
+    return {key: each for key, each in handles.items() if _has_state(each)}
+
+
+def _has_state(handle: Handle) -> bool:
+    """Return whether there is a hook, and no torch-style function, which keeps its own state."""
+    return handle.is_registered and isinstance(handle.hook, CommHook)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,6 +180,34 @@ def resume(rank: int, size: int) -> None:
 
 def test_a_pickled_state_resumes_to_the_last_bit(run_ranks: Any) -> None:
     run_ranks(resume, 2)
+
+
+def pickle_what_is_in_use(rank: int, size: int) -> None:
+    """A state is pickled as the hook that is in use, which may not be the first."""
+    net = make_net()
+    state = CommHookState("topk", module=net)
+    train(make_model(net, state), rank, range(1))
+    state.handle.replace("int8")
+    train_on(pickled(state), "int8", rank)
+    state.handle.remove()
+    train_on(pickled(state), "allreduce", rank)
+
+
+def pickled(state: CommHookState) -> CommHookState:
+    found: CommHookState = pickle.loads(pickle.dumps(state))
+    return found
+
+
+def train_on(state: CommHookState, name: str, rank: int) -> None:
+    net = make_net()
+    state.attach(net)
+    train(make_model(net, state), rank, range(1))
+    assert isinstance(state.handle.hook, commhooks.CommHook)
+    assert state.handle.hook.name == name
+
+
+def test_a_state_is_pickled_as_the_hook_in_use(run_ranks: Any) -> None:
+    run_ranks(pickle_what_is_in_use, 2)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """``check_replicas`` notices models that are no longer equal."""
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -132,6 +133,23 @@ def equal_for_long(rank: int, world_size: int) -> list[int]:
                 model.module(torch.ones(4, 5))
                 model.train()
     return [call.args[2] for call in compared.call_args_list]
+
+
+def copy_while_comparing(rank: int, world_size: int) -> list[int]:
+    """A copy of the model knows nothing of the comparison that is under way."""
+    model = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    commhooks.register(model, "allreduce")
+    check_replicas(model, every=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    train(model, optimizer, rank, 1)
+    copied = copy.deepcopy(model)
+    train(model, optimizer, rank, 3)
+    return [len(copied._forward_pre_hooks), len(model._forward_pre_hooks)]
+
+
+def test_copying_while_a_comparison_is_under_way() -> None:
+    of_ranks = run_ranks(copy_while_comparing, 2)
+    assert of_ranks[0] == of_ranks[1]
 
 
 def test_equal_models_are_compared_now_and_then() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -131,6 +132,17 @@ def compare_uneven(rank: int, size: int, mode: dict[str, bool]) -> None:
 )
 def test_refused_in_join(run_ranks: Any, hook: str, options: dict[str, bool], message: str) -> None:
     run_ranks(refuse_uneven, 2, hook, options, message)
+
+
+def test_torchs_mixed_precision_has_a_hook_of_its_own(run_ranks: Any) -> None:
+    run_ranks(refuse_mixed_precision, 1)
+
+
+def refuse_mixed_precision(rank: int, size: int) -> None:
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    model = TorchDistributedDataParallel(nn.Linear(2, 1), mixed_precision=precision)
+    with pytest.raises(commhooks.CommHookError, match=r"of its own for mixed_precision.*use comm"):
+        commhooks.register(model, "int8")
 
 
 def refuse_uneven(rank: int, size: int, hook: str, options: dict[str, bool], message: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import commhooks
 from commhooks.cluster.links import unavailable
+from commhooks.hook import registry
 
 pytest.importorskip("click")
 from click.testing import CliRunner
@@ -55,6 +57,14 @@ def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.Monke
     text = " ".join(" ".join(lines).split())
     for needs in ("needs `rules`", "needs `stages`", "needs a launcher such as torchrun or"):
         assert needs in text
+
+
+def test_list_goes_on_without_a_hook_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"broken": EntryPoint("broken", "no_such_module:Hook", registry.ENTRY_POINTS)}
+    monkeypatch.setattr(registry, "_provided", lambda: broken)
+    text = run("list")
+    assert re.search(r"^ +int4 ", text, re.M)
+    assert re.search(r"^Failed: broken: .*no_such_module", text, re.M)
 
 
 def test_describe() -> None:
@@ -243,6 +253,7 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
             "Error: 'support.compared:nett': 'support.compared' has no 'nett'",
         ),
         (["--world-size", "0"], 2, "0 is not in the range x>=2"),
+        (["--steps", "0"], 2, "0 is not in the range x>=1"),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
         (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
         (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),

@@ -101,6 +101,7 @@ def test_the_time_of_a_step_sets_the_speed(kept: Path, tmp_path: Path) -> None:
     assert "4 cores for each rank" in run(*arguments, "--step-time", "1s", "--cores", "4")
     text = run(*arguments, "--step-time", "1s", "--speed", "2", status=2)
     assert "--speed and --step-time say the same" in text
+    assert "more than 0 s" in run(*arguments, "--step-time", "0s", status=2)
 
 
 @pytest.mark.usefixtures("_measuring_is_an_error")

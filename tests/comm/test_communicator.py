@@ -155,6 +155,25 @@ def test_a_missing_await_warns(comm: commhooks.Communicator) -> None:
 
 
 @dataclass
+class Twice(commhooks.CommHook):
+    async def reduce(self, bucket: Any, comm: Any) -> Any:
+        pending = comm.all_reduce(bucket.buffer())
+        await pending
+        return await pending
+
+
+def await_twice(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(torch.nn.Linear(2, 2))
+    commhooks.register(model, Twice())
+    with pytest.raises(commhooks.CommHookError, match="is awaited again; keep its result"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_collective_is_awaited_once(run_ranks: Any) -> None:
+    run_ranks(await_twice, 2)
+
+
+@dataclass
 class Forgetful(commhooks.CommHook):
     async def reduce(self, bucket: Any, comm: Any) -> Any:
         return comm.all_reduce(bucket.buffer())

@@ -20,7 +20,7 @@ from support import my_hooks
 from support.compared import PARAMETERS, net, train
 from support.comparisons import make_comparison
 from support.my_hooks import Coarse, Unnamed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
@@ -361,6 +361,29 @@ def _take_turns(rank: int) -> None:
         assert all(map(torch.equal, before, side.module.parameters()))
         # A wrapper that is still alive would average them.
         assert all(map(torch.equal, own, own_gradients()))
+
+
+class Complex(nn.Module):
+    """Its gradients have the same real parts on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.weight * inputs).real.sum()
+
+    def example_input(self) -> Tensor:
+        return torch.complex(torch.ones(3), torch.randn(3))
+
+
+def verify_complex(rank: int, size: int) -> float | None:
+    side = ComparedModel(rank, Workload("test_comparison:Complex"))
+    return side.verify(Entry.of("noop")).error
+
+
+def test_the_error_of_complex_gradients_has_their_imaginary_parts(run_ranks: Any) -> None:
+    assert all(error > 0.1 for error in run_ranks(verify_complex, 2))
 
 
 def _wrappers() -> set[int]:

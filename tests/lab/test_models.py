@@ -84,6 +84,16 @@ def test_errors_say_why_it_is_not_a_model(name: str, says: str) -> None:
         load_model(name)
 
 
+@pytest.mark.usefixtures("factories")
+def test_an_input_that_cannot_be_made() -> None:
+    with pytest.raises(ModelError, match=r"input 'factories:raises': .* ZeroDivisionError"):
+        Workload("lstm", "factories:raises").make_input(nn.Linear(2, 2), 0)
+    module = nn.Linear(2, 2)
+    module.example_input = lambda: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"example_input\(\) of 'lstm': .* ZeroDivisionError"):
+        Workload("lstm").make_input(module, 0)
+
+
 class Output(UserDict[str, Tensor]):
     """As that of a model of Transformers."""
 

@@ -20,6 +20,7 @@ import commhooks
 from commhooks.hook.base import tree
 from commhooks.hook.state import StateField
 from commhooks.state import GatheredState, HookState
+from commhooks.state.files import add_state, load_state_of, load_states, save_states
 from commhooks.state.layout import Layout, Ranks, Source
 from commhooks.state.resharding import Resharding
 from commhooks.testing.compare import same_bits
@@ -341,6 +342,22 @@ def gather_from_devices(rank: int, size: int) -> None:
 def test_states_are_gathered_in_host_memory(run_ranks: Any) -> None:
     """Rank 0 may have one device, and the states of all nodes may not fit there."""
     run_ranks(gather_from_devices, 2)
+
+
+def save_without_a_hook(rank: int, size: int, folder: str) -> None:
+    """As integrations do after the user's script has removed the hook."""
+    trainer = trained(HOOKS["int4"], rank, 1)
+    trainer.handle.remove()
+    checkpoint: dict[str, Any] = {}
+    add_state(trainer.handle, checkpoint)
+    load_state_of(trainer.handle, checkpoint)
+    save_states({"model": trainer.handle}, folder)
+    load_states({"model": trainer.handle}, folder)
+    assert not checkpoint
+
+
+def test_a_removed_hook_has_no_state(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(save_without_a_hook, 2, str(tmp_path))
 
 
 @dataclass

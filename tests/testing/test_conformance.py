@@ -56,6 +56,13 @@ def test_on_three_ranks(name):
 
 
 @pytest.mark.usefixtures("run_ranks")
+def test_on_one_rank() -> None:
+    check_hook(functools.partial(commhooks.create, "int8"), world_size=1)
+    with pytest.raises(ValueError, match="world_size of at least 1, found 0"):
+        check_hook(functools.partial(commhooks.create, "int8"), world_size=0)
+
+
+@pytest.mark.usefixtures("run_ranks")
 @pytest.mark.parametrize(
     ("inner", "sharded"),
     [

@@ -93,11 +93,12 @@ def compare(
         world_size, device = ranks.world_size, ranks.device
         if links:
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
+    links = tuple(dict.fromkeys(links))
     conditions = Conditions(
         Workload(model, input, device=Device.choose(device)),
         world_size,
         steps,
-        tuple(links),
+        links,
         None if train is None else name_of(train),
         train_steps,
         timeout,

@@ -29,7 +29,7 @@ its time does not count. ::
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -305,15 +305,20 @@ class ComparedModel:
 
 def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
     """Return the distance to the mean, relative to its norm."""
-    error = sum(
-        (found - exact).double().square().sum().item()
-        for found, exact in zip(gradients, mean, strict=True)
-    )
-    norm = sum(exact.double().square().sum().item() for exact in mean)
-    return math.sqrt(error / norm) if norm else math.nan
+    error = _norm(found - exact for found, exact in zip(gradients, mean, strict=True))
+    norm = _norm(mean)
+    return error / norm if norm else math.nan
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.hypot(*(each.to(_wide(each.dtype)).norm().item() for each in tensors))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float64)
 
 
 def _mean(gradient: Tensor) -> Tensor:
-    exact = gradient.double()
+    exact = gradient.to(_wide(gradient.dtype), copy=True)
     dist.all_reduce(exact)
     return (exact / dist.get_world_size()).to(gradient.dtype)
