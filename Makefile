@@ -51,7 +51,7 @@ NEWEST_TESTS ?= tests/adapters tests/comm tests/pure tests/reducer tests/runtime
 test-newest: override export PYTEST_ARGS := $(WORKERS) $(NEWEST_TESTS) $(PYTEST_ARGS)
 test-newest: ## Build HEAD with nvcc for the newest torch (5 GB, kept in ENVIRONMENTS), and test the engine there
 	PYTHONS=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') TORCHES=$(NEWEST) \
-	  COMMHOOKS_WITH_CUDA=1 ENVIRONMENTS=$(ENVIRONMENTS) .ci/matrix
+	  COMMHOOKS_WITH_CUDA=1 ENVIRONMENTS="$(ENVIRONMENTS)" .ci/matrix
 
 test-pure: $(WITH)cli,results,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
@@ -112,7 +112,7 @@ matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is ins
 	.ci/matrix
 
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) (GPU_ARGS="--part build --part tests")
-	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS) $(GPU_ARGS)
+	$(PYTHON) -m bench.gpu.check --output "$(GPU_RESULTS)" $(GPU_ARGS)
 
 # nvcc is the machine's, or comes from the package index.
 cuda: $(WITH)nvrtc$(if $(shell command -v nvcc),,$(COMMA)nvcc) ## Compile every CUDA source to machine code; a warning is an error

@@ -7,6 +7,7 @@ COMMHOOKS_NO_EXTENSION=1 compiles nothing and needs no torch: see docs/installat
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -27,24 +28,34 @@ commhooks is compiled against the torch that is installed, but there is no torch
       COMMHOOKS_NO_EXTENSION=1 pip install .
 """
 
+UNSUPPORTED = f"""
+commhooks works with {SUPPORTED}, but this is torch {{}}. Install another torch first.
+"""
+
 leaves_out_extensions = os.environ.get("COMMHOOKS_NO_EXTENSION") == "1"
 # What these do is the same with and without torch, and building begins with egg_info.
 needs_torch = not {"egg_info", "sdist"} & set(sys.argv)
 
-try:
-    import torch
-except ImportError:
-    if needs_torch and not leaves_out_extensions:
-        sys.exit(NEEDS_TORCH)
-    leaves_out_extensions = True
+if not leaves_out_extensions:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise  # there is a torch, which lacks something
+        if needs_torch:
+            sys.exit(NEEDS_TORCH)
+        leaves_out_extensions = True
 
 if leaves_out_extensions:
     setup(install_requires=[SUPPORTED, *REQUIREMENTS])
 else:
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    oldest, newest = re.findall(r"(\d+)\.(\d+)", SUPPORTED)
+    if not tuple(map(int, oldest)) <= (major, minor) < tuple(map(int, newest)):
+        sys.exit(UNSUPPORTED.format(torch.__version__))
     sys.path.insert(0, str(Path(__file__).parent / "csrc"))  # tools that build leave this out
     import extensions
 
-    major, minor = torch.__version__.split(".")[:2]
     setup(
         install_requires=[f"torch=={major}.{minor}.*", *REQUIREMENTS],
         ext_modules=[extensions.engine(), extensions.kernels()],

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,14 @@ def find_nvcc() -> str | None:
 
 
 def ask_nvcc(*arguments: str) -> str:
-    """Return the output of nvcc, or an empty string if there is no nvcc."""
+    """Return the output of nvcc, or an empty string if there is none that works."""
     nvcc = find_nvcc()
     if nvcc is None:
         return ""
-    run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
+    run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        print(f"{nvcc} does not work: {run.stdout}{run.stderr}", file=sys.stderr)
+        return ""
     return run.stdout + run.stderr
 
 

@@ -120,9 +120,13 @@ def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bo
 
 
 def _copy_tree(root: Path) -> Path:
-    for name in ("bench", "commhooks", "docs", "examples", "reducer", "tests"):
-        shutil.copytree(name, root / name)
-    shutil.copy("pyproject.toml", root)
+    """Copy the files that git tracks, and the extensions."""
+    tracked = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True)
+    built = [path for name in ("commhooks", "reducer") for path in Path(name).glob("*_*.[js]*o*")]
+    for path in (*map(Path, tracked.stdout.splitlines()), *built):
+        if path.exists():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, root / path)
     return root
 
 
