@@ -51,13 +51,29 @@ def in_turn(
     return {name: found[warm_up:] or found for name, found in seconds.items()}
 
 
-def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str = "") -> None:
-    """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes."""
+def against_copy(
+    benchmark: Any,
+    run: Run,
+    moved_bytes: int,
+    like: Tensor,
+    *,
+    before: Run | None = None,
+    aim: str = "",
+) -> None:
+    """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes.
+
+    ``before`` restores what ``run`` has overwritten, and is not timed.
+    """
     target = torch.empty_like(like)
-    runs = {"copy": lambda: target.copy_(like), "run": run}
     device = like.device.type
-    timers = {name: partial(seconds_of, each, device) for name, each in runs.items()}
-    rounds = in_turn(benchmark, timers)
+
+    def timed_run() -> float:
+        if before is not None:
+            before()
+        return seconds_of(run, device)
+
+    copy = partial(seconds_of, lambda: target.copy_(like), device)
+    rounds = in_turn(benchmark, {"copy": copy, "run": timed_run})
     seconds = {name: statistics.median(of) for name, of in rounds.items()}
     copied = 2 * like.nbytes
     shares = (copy / own * moved_bytes / copied for copy, own in zip(*rounds.values(), strict=True))

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -166,7 +167,8 @@ def measure(run: Run) -> dict[str, Any]:
         quorum_tick_ms=20,
         heartbeat_timeout_ms=1_000,
     )
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        stack.callback(lighthouse.shutdown)
         folder, told = Path(name), CONTEXT.SimpleQueue()
 
         def start(group: int, life: int) -> Any:
@@ -184,7 +186,6 @@ def measure(run: Run) -> dict[str, Any]:
             if process.exitcode != 0:
                 raise RuntimeError(f"a group of {run} failed: {process.exitcode}")
         found = [told.get() for _ in processes]
-    lighthouse.shutdown()
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 

@@ -52,6 +52,8 @@ class ShardedModels:
         generator = torch.Generator().manual_seed(rank)
         self._input = torch.randn(ELEMENTS, generator=generator).mul_(1e-3)
         self._mean, _ = self._reduce(TORCH)
+        torch.manual_seed(rank)
+        self._batch = ThreeLayers.example_input()
 
     def quality(self, name: str) -> tuple[float, float]:
         """Return the norm of the error, relative to that of the exact means, and the ratio."""
@@ -60,6 +62,18 @@ class ShardedModels:
         error = float((output - self._mean).norm() / self._mean.norm())
         return error, quantized.plain_bytes / quantized.wire_bytes
 
+    def gradient_error(self, name: str) -> float:
+        """Return the error of a step's gradients, relative to those of bfloat16 parameters."""
+        torchs, found = (self._gradients(each) for each in ("bf16 torch", name))
+        return float((found - torchs).norm() / torchs.norm())
+
+    def _gradients(self, name: str) -> torch.Tensor:
+        model = self._models[name]
+        model(self._batch).sum().backward()
+        parts = [p.grad.to_local().float().reshape(-1) for p in model.parameters()]
+        nn.Module.zero_grad(model)
+        return torch.cat(parts)
+
     def collective(self, name: str) -> float:
         """Return the seconds of a reduce-scatter alone."""
         return self._reduce(name)[1]
@@ -67,10 +81,9 @@ class ShardedModels:
     def step(self, name: str) -> float:
         """Return the seconds of a forward and a backward, which may each gather the parameters."""
         model = self._models[name]
-        inputs = ThreeLayers.example_input()
         dist.barrier()
         start = time.perf_counter()
-        model(inputs).sum().backward()
+        model(self._batch).sum().backward()
         seconds = time.perf_counter() - start
         nn.Module.zero_grad(model)
         return seconds
@@ -78,10 +91,10 @@ class ShardedModels:
     def _reduce(self, name: str) -> tuple[torch.Tensor, float]:
         """Return this rank's part of the means, and the seconds."""
         comm = units_of(self._models[name])[0].collective("reduce_scatter")
-        output = torch.empty(ELEMENTS // dist.get_world_size())
+        output, given = torch.empty(ELEMENTS // dist.get_world_size()), self._input.clone()
         dist.barrier()
         start = time.perf_counter()
-        comm(output, self._input.clone(), dist.group.WORLD, dist.ReduceOp.AVG)
+        comm(output, given, dist.group.WORLD, dist.ReduceOp.AVG)
         return output, time.perf_counter() - start
 
 
@@ -132,6 +145,8 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
 @pytest.mark.benchmark(group="sharded, bfloat16 parameters")
 def test_whole_step(benchmark: Any, ranks: Ranks) -> None:
     """Measure a forward and a backward with each of ``BFLOAT16``, in turn."""
+    for name in BFLOAT16:
+        assert max(ranks.call(ShardedModels.gradient_error, f"bf16 {name}")) < 0.2, name
     timers = {
         name: lambda name=name: max(ranks.call(ShardedModels.step, f"bf16 {name}"))
         for name in BFLOAT16

@@ -21,6 +21,7 @@ import commhooks
 from commhooks import kernels
 from commhooks.kernels.source import Source
 from commhooks.runtime import replays, stream_runner
+from commhooks.runtime.replays import Replay
 from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
 
@@ -137,5 +138,15 @@ def test_replay(
         monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(stream_runner, "_can_capture", lambda *_: True)
+    launched = []
+    launch = Replay.launch
+
+    def count(replay: Replay) -> None:
+        launched.append(replay)
+        launch(replay)
+
+    monkeypatch.setattr(Replay, "launch", count)
     test_host_time(benchmark, group, name, monkeypatch)  # captures in the second round of warm-up
+    if benchmark.stats is not None:
+        assert len(launched) >= ROUNDS
     benchmark.extra_info.update(aim=f"at most {REPLAY_AIMS.get(name, 100)} microseconds")

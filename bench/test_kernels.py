@@ -61,7 +61,7 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
         lambda: codec.encode(values, message, numel, error=error, seed=1, keep_residual=feedback),
         (3 if feedback else 1) * values.nbytes + message.nbytes,
         gradients,
-        f"share_of_copy {GPU_AIM if gradients.is_cuda else aim}",
+        aim=f"share_of_copy {GPU_AIM if gradients.is_cuda else aim}",
     )
 
 
@@ -84,7 +84,7 @@ def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> Non
         lambda: codec.average(messages, average, numel),
         average.nbytes + messages.nbytes,
         gradients,
-        f"share_of_copy {GPU_AIM if gradients.is_cuda else '0.5'}",
+        aim=f"share_of_copy {GPU_AIM if gradients.is_cuda else '0.5'}",
     )
 
 
@@ -115,4 +115,4 @@ def test_selection(benchmark: Any, gradients: Tensor, feedback: bool) -> None:
     moved_bytes = total.nbytes * (3 if feedback else 1)
     run = partial(select_largest, total, nothing, count)
     aim = "share_of_copy 0.33" if gradients.is_cuda else "40 ms"
-    against_copy(benchmark, run, moved_bytes, gradients, aim)
+    against_copy(benchmark, run, moved_bytes, gradients, aim=aim)
