@@ -1,4 +1,4 @@
-"""The code of the pages about Accelerate, Transformers and torchrun runs as it is shown."""
+"""The code of the pages about Accelerate and Transformers runs as it is shown."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ def follow(rank: int, size: int, folder: Path) -> None:
     pages: dict[str, tuple[int, dict[str, Any]]] = {
         "accelerate": (2, {"net": nn.Linear(40, 40), "data": [row[None] for row in rows]}),
         "transformers": (1, {"model": Model(), "data": [{"inputs": row} for row in rows]}),
-        "torchrun": (1, {"net": nn.Linear(40, 40), "data": [row[None] for row in rows]}),
     }
     torchrun.set_environment(rank, size)
     with pytest.MonkeyPatch.context() as patch:

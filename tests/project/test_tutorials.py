@@ -34,4 +34,4 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_tutorials() -> None:
-    assert len(PAGES) == 6
+    assert len(PAGES) == 7
