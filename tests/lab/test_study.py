@@ -18,6 +18,7 @@ from commhooks.lab.simulation import (
     break_even_rates,
     curve_sizes,
 )
+from commhooks.lab.verdict import fallback_hook, verdict
 
 ALL = Members(1, spans_nodes=True)
 SIZES = [1 << power for power in range(1, 18)]
@@ -72,6 +73,20 @@ def test_advice_knows_what_small_trainings_lost():
     only_lossy = study(1e7, bf16=dry_runs(4e6), signsgd=quick).advice
     assert only_lossy.startswith("No other hook helps: keep bf16, 2.0 times as fast as allreduce.")
     assert study(1e7, noop=quick).advice.startswith("No hook helps")
+
+
+def test_a_hook_is_worth_it_from_a_speed_up_of_1_1():
+    assert verdict({"allreduce": 1.11, "int8": 1.0}, "allreduce").startswith("Use int8, 1.1 times")
+    assert verdict({"allreduce": 1.09, "int8": 1.0}, "allreduce").startswith("No hook helps")
+    assert fallback_hook({"torch": 1.11, "bf16": 1.0}, "torch") == "bf16"
+    assert fallback_hook({"torch": 1.09, "bf16": 1.0}, "torch") == "torch"
+
+
+def test_a_hook_is_recommended_up_to_a_loss_of_2_percent():
+    seconds = {"allreduce": 2.0, "int8": 1.0}
+    assert verdict(seconds, "allreduce", {"int8": 1.9}).startswith("Use int8, 2.0 times")
+    too_lossy = verdict(seconds, "allreduce", {"int8": 2.1})
+    assert too_lossy.startswith("No hook helps: keep allreduce. Faster: int8, 2.0 times")
 
 
 def test_curves_contain_the_size_of_the_network_and_larger_ones():
