@@ -229,6 +229,13 @@ def test_an_entry_point_that_cannot_be_loaded(provided: dict[str, EntryPoint]) -
         commhooks.create("broken")
 
 
+def test_hooks_that_declare_it_are_candidates(provided: dict[str, EntryPoint]) -> None:
+    provide(provided, "broken", "no_such_module:Hook")  # leaves the others
+    define("reserved")
+    define("willing").is_candidate = True
+    assert registry.declared_candidates() == ["willing"]
+
+
 def test_hooks_name_only_backends_on_which_they_have_run() -> None:
     assert commhooks.CommHook.backends == ("gloo", "nccl")
     for name in commhooks.available():
