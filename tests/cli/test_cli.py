@@ -241,6 +241,14 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
     assert re.search(r"^ *bf16 .*37\.2 kB +2\.0x", text, re.M)
 
 
+@pytest.mark.parametrize("option", [("--link", "1gbit"), ("--world-size", "2")])
+def test_compare_under_torchrun_has_the_ranks_and_the_network_of_the_job(
+    option: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert "torchrun has started the ranks" in " ".join(compare_small(*option, status=2).split())
+
+
 @pytest.mark.parametrize(
     ("more", "status", "says"),
     [

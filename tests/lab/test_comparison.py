@@ -305,6 +305,18 @@ def test_on_ranks_of_a_job(run_ranks: Any) -> None:
     assert not re.search(r"\bslow$", str(found), re.M)
 
 
+def compare_over_links_on_hosts(rank: int, size: int) -> None:
+    with (
+        LaunchedRanks() as ranks,
+        pytest.raises(ComparisonError, match="no links for ranks on hosts, which have their own"),
+    ):
+        compare("support.compared:net", ["bf16"], steps=2, links=[1e9], ranks=ranks)
+
+
+def test_ranks_of_a_job_have_their_own_links(run_ranks: Any) -> None:
+    run_ranks(compare_over_links_on_hosts, 2)
+
+
 def test_pairs_of_hosts_are_those_of_their_first_ranks() -> None:
     class FourRanks:
         world_size = 4
