@@ -25,7 +25,7 @@ from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
 import commhooks
-from commhooks.integrations.torchft import DistributedDataParallel
+from commhooks.integrations.torchft import DistributedDataParallel, register
 from commhooks.state import HookState
 
 TIMEOUT = 240.0
@@ -173,3 +173,23 @@ def test_training_without_a_quorum_is_refused() -> None:
     model = DistributedDataParallel(manager, ProcessGroupGloo(), net, "int8")
     with pytest.raises(commhooks.CommHookError, match=r"use torchft\.Optimizer\(manager"):
         loss_of(model, 0, 0).backward()
+
+
+def test_hooks_that_average_once_in_a_while_need_the_members_beforehand() -> None:
+    manager: Any = SimpleNamespace(_use_async_quorum=True)
+    for use in (DistributedDataParallel, register):
+        with pytest.raises(commhooks.CommHookError, match="with use_async_quorum=False"):
+            use(manager, ProcessGroupGloo(), make_net(), "local_sgd")
+
+
+def test_sharded_replicas_need_a_hook_that_averages_once_in_a_while() -> None:
+    manager: Any = SimpleNamespace(_use_async_quorum=False)
+    with pytest.raises(commhooks.CommHookError, match="averages in every step, which is not supp"):
+        register(manager, ProcessGroupGloo(), make_net(), "int8")
+
+
+def test_sparse_gradients_are_refused() -> None:
+    net = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    manager: Any = None  # is not asked
+    with pytest.raises(commhooks.CommHookError, match=r"of 0\.weight are sparse"):
+        DistributedDataParallel(manager, ProcessGroupGloo(), net, "int8")
