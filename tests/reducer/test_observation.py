@@ -1,6 +1,8 @@
 """Logging data, profiler ranges, the table of buckets, warnings."""
 
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -217,3 +219,44 @@ def create_graph(rank: int, world_size: int) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_warns() -> None:
     run_ranks(create_graph, 2)
+
+
+def observers(rank: int, world_size: int) -> None:
+    model = make_model()
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    plain = make_model(lambda net, **_: net)
+    calls: list[list[str]] = []
+
+    def observe(parameters: Sequence[nn.Parameter]) -> None:
+        assert threading.get_ident() == thread
+        calls.append([names[parameter] for parameter in parameters])
+        for parameter in parameters:
+            torch.testing.assert_close(parameter.grad, means[names[parameter]])
+
+    def fail(parameters: Sequence[nn.Parameter]) -> None:
+        raise ArithmeticError("not these")
+
+    thread = threading.get_ident()
+    model.add_gradient_observer(observe)
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        for peer in range(world_size):
+            (plain(torch.full((2, 4), peer + step + 1.0)).square().sum() / world_size).backward()
+        means = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        model(torch.full((2, 4), rank + step + 1.0)).square().sum().backward()
+    assert calls == 3 * [["1.bias", "1.weight"], ["0.bias", "0.weight"]]
+
+    model.remove_gradient_observer(observe)
+    model.add_gradient_observer(fail)
+    with pytest.raises(ArithmeticError, match="not these"):
+        model(torch.ones(2, 4)).sum().backward()
+    model.remove_gradient_observer(fail)
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(calls) == 6
+    with pytest.raises(ValueError, match="not in list"):
+        model.remove_gradient_observer(fail)
+
+
+def test_observers_get_one_bucket_at_a_time_with_averaged_gradients() -> None:
+    run_ranks(observers, 2)
