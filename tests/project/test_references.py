@@ -51,3 +51,37 @@ def test_named_notes_exist() -> None:
         for note in re.findall(r"Note \[([^\]]+)\]", words(text))
     }
     assert sorted(pair for pair in cited if pair[0] not in {*defined, "Title"}) == []
+
+
+def test_tests_that_pages_name_exist() -> None:
+    named = {
+        (path, file, test)
+        for path, text in TEXTS.items()
+        if path.startswith("docs/")
+        for file, test in re.findall(r"`(test_\w+\.py)::(\w+)", text)
+    }
+    assert len(named) > 20
+    assert [each for each in sorted(named) if f"def {each[2]}(" not in text_of_test(each[1])] == []
+
+
+def text_of_test(name: str) -> str:
+    (text,) = (TEXTS[path] for path in FILES if re.fullmatch(rf"tests/.*/{name}", path))
+    return text
+
+
+def test_the_tests_of_names_of_torchs_wrapper_use_them() -> None:
+    page = TEXTS["docs/compatibility.md"]
+    untested, count = [], 0
+    for title in ("Constructor", "Methods and attributes"):
+        rows = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        for names, _, tests in re.findall(r"^\| (.*`.*) \| (.*) ?\| (.*) \|$", rows, re.M):
+            files = re.findall(r"`(test_\w+\.py)", tests)
+            if not files:  # tested everywhere, or missing on purpose
+                continue
+            text = "\n".join(map(text_of_test, files))
+            for name in re.findall(r"`([^`]+)`", names):
+                count += 1
+                if not re.search(rf"\b{name.rpartition('.')[2]}\b", text):
+                    untested.append((name, files))
+    assert count > 80
+    assert untested == []

@@ -1,5 +1,6 @@
 """When the buffers of a model are broadcast, and how hooks for buffers take over."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -150,3 +151,27 @@ def sync_batch_norm(rank: int, world_size: int) -> None:
 
 def test_sync_batch_norm_raises_on_the_cpu() -> None:
     run_ranks(sync_batch_norm, 1)
+
+
+def buffers_to_sync(rank: int, world_size: int) -> None:
+    of_wrappers = []
+    for wrapper in WRAPPERS:
+        model = wrapper(Counting())
+        found = [(model.require_forward_param_sync, model.will_sync_module_buffers())]
+        for synchronizes in (True, False, False, True):
+            with contextlib.nullcontext() if synchronizes else model.no_sync():
+                model(inputs_of(rank)).sum().backward()
+            found.append((model.require_forward_param_sync, model.will_sync_module_buffers()))
+        model.require_forward_param_sync = False  # as users do to keep buffers apart once
+        model.module.counts.fill_(rank)
+        model(torch.zeros(1, 6)).sum().backward()
+        found.append(model.module.counts.tolist())
+        found.append(wrapper(make_net()).will_sync_module_buffers())
+        of_wrappers.append(found)
+    ours, theirs = of_wrappers
+    assert ours == theirs
+    assert ours[-2:] == [[rank] * 3, False]
+
+
+def test_buffers_are_announced_as_in_torch() -> None:
+    run_ranks(buffers_to_sync, 2)

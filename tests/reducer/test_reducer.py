@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commhooks.testing import run_ranks
@@ -428,3 +429,58 @@ def _uncallable_hook(rank: int, world_size: int) -> None:
     model.register_comm_hook(None, average)
     with pytest.raises(RuntimeError, match=r"only be called once.*commhooks\.register"):
         model.register_comm_hook(None, average)
+
+
+def batched_copies(rank: int, world_size: int) -> None:
+    runs = [
+        train(
+            DistributedDataParallel(
+                conv_net(), bucket_cap_mb=SMALL_BUCKETS_MB, batched_grad_copy=is_batched
+            ),
+            rank,
+        )
+        for is_batched in (False, True)
+    ]
+    assert_same(runs[0], runs[1], world_size)
+
+
+def test_batched_grad_copy_is_accepted_and_changes_nothing() -> None:
+    run_ranks(batched_copies, 2)
+
+
+def local_steps(rank: int, world_size: int) -> None:
+    """Libraries set ``require_backward_grad_sync`` themselves, as ``no_sync()`` does."""
+    of_wrappers = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        model = wrapper(conv_net(), bucket_cap_mb=SMALL_BUCKETS_MB)
+        seen = []
+        for step in range(4):
+            model.require_backward_grad_sync = step % 2 == 1
+            model(torch.full((4, 3, 8, 8), rank + step + 1.0)).square().mean().backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+        of_wrappers.append(seen)
+        with model.no_sync():
+            assert model.require_backward_grad_sync is False
+        assert model.require_backward_grad_sync is True
+    assert_same(of_wrappers[0], of_wrappers[1], world_size)
+
+
+def test_steps_without_require_backward_grad_sync_are_local() -> None:
+    run_ranks(local_steps, 2)
+
+
+def builtin_hooks(rank: int, world_size: int) -> None:
+    for kind in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
+        runs = []
+        for wrapper in (DistributedDataParallel, TorchDDP):
+            model = wrapper(conv_net(), bucket_cap_mb=SMALL_BUCKETS_MB)
+            model._register_builtin_comm_hook(kind)
+            runs.append(train(model, rank))
+        for ours, theirs in zip(*runs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
+        in_halves = all(torch.equal(it, it.half().float()) for it in runs[0][: len(runs[0]) // 2])
+        assert in_halves == (kind == BuiltinCommHookType.FP16_COMPRESS)
+
+
+def test_builtin_hooks_average_as_in_torch() -> None:
+    run_ranks(builtin_hooks, 2)

@@ -234,3 +234,35 @@ def positional(rank: int, world_size: int) -> Any:
 
 def test_positional_arguments() -> None:
     assert run_ranks(positional, 1) == [(1, False, 10 * 2**20, True, True, False)]
+
+
+def scattered(rank: int, world_size: int) -> None:
+    """Tensors need GPUs; on the CPU torch copies other inputs, and gathers nothing."""
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        model = wrapper(make_net())
+        assert model.scatter((3, [4]), {"key": 5}, [0, 1]) == (
+            ((3, [4]), (3, [4])),
+            ({"key": 5}, {"key": 5}),
+        )
+        with pytest.raises(AssertionError, match="not implemented for CPU"):
+            model.gather([torch.ones(1), torch.ones(1)], 0)
+
+
+def test_scatter_and_gather_are_torchs() -> None:
+    run_ranks(scattered, 1)
+
+
+def ignored(rank: int, world_size: int) -> None:
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        net = make_net()
+        net.register_buffer("mean", torch.zeros(2))
+        net.register_buffer("count", torch.zeros(1))
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, ["1.bias", "count"])
+        model = wrapper(net)
+        assert model.parameters_to_ignore == {"1.bias", "count"}
+        assert len(model.modules_buffers) == 1
+        assert model.modules_buffers[0] is net.mean
+
+
+def test_ignored_parameters_and_buffers_are_torchs() -> None:
+    run_ranks(ignored, 1)
