@@ -200,6 +200,21 @@ def test_untied_weights_raise() -> None:
     run_ranks(untie, 2)
 
 
+def change_many(rank: int, world_size: int) -> str:
+    net = nn.ParameterList(torch.ones(1) for _ in range(25))
+    model = DistributedDataParallel(net)
+    net.double()
+    with pytest.raises(RuntimeError) as caught:
+        model()
+    return str(caught.value)
+
+
+def test_the_error_names_20_changes() -> None:
+    for text in run_ranks(change_many, 2):
+        assert text.count("is torch.float64 instead of torch.float32") == 20
+        assert '"19" is torch.float64 instead of torch.float32; and 5 more. On all ranks' in text
+
+
 # ------------------------------------------------------------------------ changes that are allowed
 
 

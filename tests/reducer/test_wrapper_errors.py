@@ -1,5 +1,6 @@
 """Mistakes that torch's wrapper detects: the same type of exception, and as much information."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -218,6 +220,40 @@ def recover(rank: int, world_size: int, mistake: str) -> None:
 @pytest.mark.parametrize("mistake", ["ready_twice", "more_gradients"])
 def test_the_same_wrapper_recovers(mistake: str) -> None:
     run_ranks(recover, 2, mistake)
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(1))
+        self.unused = nn.ParameterList(torch.ones(1) for _ in range(25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used * x
+
+
+def leave_unused(rank: int, world_size: int) -> tuple[str, str]:
+    texts = []
+    for level in (dist.DebugLevel.OFF, dist.DebugLevel.INFO):
+        dist.set_debug_level(level)
+        try:
+            model = DistributedDataParallel(Many())
+            model(torch.ones(1)).backward()
+            with pytest.raises(RuntimeError) as caught:
+                model(torch.ones(1))
+        finally:
+            dist.set_debug_level(dist.DebugLevel.OFF)
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def test_errors_name_20_parameters_and_all_at_the_debug_level_info() -> None:
+    for few, all_of_them in run_ranks(leave_unused, 2):
+        assert len(re.findall(r"unused\.\d+ \(index", few)) == 20
+        assert "unused.19 (index 20) and 5 more" in few
+        assert "TORCH_DISTRIBUTED_DEBUG" in few
+        assert len(re.findall(r"unused\.\d+ \(index", all_of_them)) == 25
+        assert "more" not in all_of_them
 
 
 # ------------------------------------------------------------------------- graphs that are allowed
