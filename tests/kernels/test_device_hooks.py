@@ -5,15 +5,18 @@ Results are the same as on the CPU, and the host reads nothing from the device.
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-from emulation import emulated
+from emulation import Emulation, emulated
 from support.hook_runs import DTYPES, HOOKS, ROUNDED, SYNC_FREE, assert_like_the_cpu, run
 from support.no_waiting import HostReads
 from torch import Tensor
 
-from commhooks.algorithms import SkipNonfinite, TopK
+from commhooks import CommHookError, kernels
+from commhooks.algorithms import BatchedPowerSGD, SkipNonfinite, TopK
+from commhooks.algorithms.lowrank.kernel_compressor import _has_cupy
 from commhooks.algorithms.sparse.selection import select_above
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -101,3 +104,33 @@ def skip(rank: int, size: int) -> None:
 
 def test_steps_are_dropped_without_waiting(run_ranks):
     run_ranks(skip, 2)
+
+
+class NoCuPy(Emulation):
+    """The backend of a device on which no kernel can run."""
+
+    def require(self, device: torch.device) -> None:
+        raise CommHookError("no CuPy here")
+
+    def launch(self, *_: object) -> None:
+        raise AssertionError("there is no CuPy")
+
+
+LOW_RANK = {
+    "powersgd": HOOKS["powersgd"],
+    "batched_powersgd": partial(BatchedPowerSGD, rank=2, start_step=1),
+}
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_low_rank_hooks_do_without_cupy_and_warn_once(name, monkeypatch):
+    expected = run(LOW_RANK[name], torch.float32)
+    monkeypatch.setitem(kernels.BACKENDS, "cpu", NoCuPy())
+    _has_cupy.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="through torch, slower: no CuPy") as caught:
+            found = run(LOW_RANK[name], torch.float32)
+    finally:
+        _has_cupy.cache_clear()
+    assert len(caught) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
