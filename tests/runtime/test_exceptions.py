@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -184,3 +185,49 @@ def thread_of_hook(rank: int, size: int) -> bool:
 def test_one_rank_needs_no_thread(run_ranks: Any) -> None:
     assert run_ranks(thread_of_hook, 1) == [True]
     assert run_ranks(thread_of_hook, 2) == [False] * 2
+
+
+@dataclass
+class OneMoreOnRank0(commhooks.CommHook):
+    """Rank 0 awaits a collective for which the others do not come, if told so."""
+
+    is_told: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        average = (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+        if self.is_told and comm.rank == 0:
+            await comm.all_reduce(torch.ones(1))
+        return average
+
+
+def wait_for_peers(rank: int, size: int) -> list[str]:
+    module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(module[1].weight)
+    model = commhooks.DistributedDataParallel(module, bucket_cap_mb=1e-6)
+    hook = OneMoreOnRank0()
+    handle = commhooks.register(model, hook)
+    outcomes = [backward(model, rank)]
+    usual = change_timeout(handle, timedelta(seconds=0.4) if rank == 0 else None)
+    hook.is_told = True
+    outcomes.append(backward(model, rank))
+    change_timeout(handle, usual)
+    hook.is_told = False
+    outcomes += [backward(model, rank) for _ in range(2)]
+    return outcomes
+
+
+def change_timeout(handle: commhooks.HookHandle, timeout: timedelta | None) -> timedelta:
+    groups: Any = handle._adapter._runner._steps.groups
+    before: timedelta = groups._timeout
+    groups._timeout = timeout or before
+    return before
+
+
+def test_a_collective_of_some_ranks_only_names_the_others(run_ranks: Any) -> None:
+    of_ranks = run_ranks(wait_for_peers, 3)
+    for outcomes in of_ranks:
+        assert outcomes[:1] + outcomes[2:] == ["average"] * 3
+        name, text, _ = outcomes[1].split("|")
+        assert name == "CommHookPeerError"
+        assert "[rank 0] ranks [1, 2] did not come to collective 1 of a hook within 0 s" in text
+        assert "do all ranks run the same number of steps, with the same collectives" in text
