@@ -334,6 +334,21 @@ def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
 
 
+def refuse_two_groups(rank: int, size: int) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, mesh in zip(net, (mesh_of(2, 2), mesh_of(4, 1)), strict=True):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh_of(2, 2))
+    pair = re.escape(str([rank % 2, rank % 2 + 2]))
+    message = rf"one group of replicas .* the ranks {pair}, \[0, 1, 2, 3\]; a hook averages over one"
+    with pytest.raises(commhooks.CommHookError, match=message):
+        commhooks.register(net, "int8")
+
+
+def test_one_model_has_one_group_of_replicas(run_ranks: Any) -> None:
+    run_ranks(refuse_two_groups, 4)
+
+
 def train_each(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
     mesh = mesh_of(2, 2)
     replicas = mesh.get_group("replicate")
