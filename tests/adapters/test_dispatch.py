@@ -1,5 +1,6 @@
 """What ``register`` accepts, and what it refuses."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -241,6 +242,19 @@ def follow_page(rank: int, size: int, folder: Path) -> None:
 
 def test_optimizers_that_only_compute(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(follow_page, 2, tmp_path)
+
+
+def wrap_twice(rank: int, size: int) -> None:
+    wrappers = (commhooks.DistributedDataParallel, TorchDistributedDataParallel)
+    for outer, inner in itertools.product(wrappers, wrappers):
+        model = outer(inner(make_net()))
+        with pytest.raises(commhooks.CommHookError, match="gradients would be averaged twice"):
+            commhooks.register(model, "int8")
+        assert commhooks.handle_of(model) is None
+
+
+def test_a_model_in_two_wrappers_is_refused(run_ranks: Any) -> None:
+    run_ranks(wrap_twice, 1)
 
 
 def register_on_one_rank(rank: int, size: int) -> None:
