@@ -1,6 +1,8 @@
 """Auto and guard in torch.distributed.checkpoint, loaded on the same and on other ranks."""
 
+import copy
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from algorithms.adaptive.test_auto import PARAMETERS, Links, agree, train
-from support.states import hook_state
+from support.states import hook_state, same_state
 from torch import Tensor
 
 import commhooks
 from commhooks.state import HookState
-from commhooks.testing.compare import same_bits
+from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -97,3 +99,48 @@ def test_other_ranks_go_on_with_the_same_plan(run_ranks: Any, ranks: int, tmp_pa
         for name, value in loaded["unsent"].items():
             mean = sum(each["unsent"][name] for each in saved) / 2
             torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
+
+
+DAMAGES: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("plan", lambda plan: 3, "the saved plan of hook 'auto': .*plan"),
+    ("plan", lambda plan: plan | {"rows": "none"}, "the saved plan of hook 'auto': .*rows"),
+    (
+        "plan",
+        lambda plan: plan | {"rows": [{}]},
+        "the saved plan of hook 'auto': .* missing ",
+    ),
+    (
+        "plan",
+        lambda plan: plan | {"rows": [row | {"hook": "int5"} for row in plan["rows"]]},
+        "the saved plan of hook 'auto': 'int5'",
+    ),
+    ("history", lambda history: [*history, "later"], "the saved plan of hook 'auto': .*history"),
+    ("metrics", lambda metrics: {"plans": "many"}, "the saved plan of hook 'auto': .*metrics"),
+]
+
+
+def load_damaged(rank: int, size: int) -> None:
+    """The state is damaged on rank 1; rank 0 does not load it either."""
+    with ExitStack() as stack:
+        Links(stack)
+        trainer = trained("auto", rank, 30)
+        handle = trainer.handle
+        hook: Any = handle.hook
+        plan = hook.plan
+        saved = through_file(handle.state_dict())
+        for key, change, message in DAMAGES:
+            damaged = copy.deepcopy(saved)
+            if rank == 1:
+                extra = same_state(damaged)[".extra_state"]
+                extra[key] = json.dumps(change(json.loads(extra[key])))
+            with pytest.raises(commhooks.CommHookStateError, match=message) as refused:
+                handle.load_state_dict(damaged)
+            assert "rank 1" in str(refused.value)
+            assert same_bits(handle.state_dict(), saved), key
+            assert hook.plan == plan
+        train(trainer, rank, range(30, 33))
+        agree(hook)
+
+
+def test_damaged_plans_are_refused_on_all_ranks(run_ranks: Any) -> None:
+    run_ranks(load_damaged, 2)
