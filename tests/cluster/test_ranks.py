@@ -22,7 +22,7 @@ from support.forking import can_fork, fork_worker, start_worker
 import commhooks
 import commhooks.cluster.ranks
 from commhooks import CommHookError
-from commhooks.cluster import Ranks
+from commhooks.cluster import LaunchedRanks, RankPool, Ranks, RankStartError
 from commhooks.cluster.ranks import RankProcess
 from commhooks.cluster.worker import Call
 from commhooks.testing import RankError, close_ranks
@@ -360,3 +360,29 @@ def _is_running(pid: int) -> bool:
     state = Path(f"/proc/{pid}/stat")
     # A process that has ended stays a zombie where nobody collects orphans, as in a container.
     return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commhooks.cluster.ranks, "start_worker", start_worker)
+    monkeypatch.setattr(commhooks.cluster.ranks, "_START_SECONDS", 0.1)
+    pool = RankPool([["sh", "-c", "exec sleep 5"]])  # in place of the rank
+    with pytest.raises(RankStartError, match=r"^rank 0 did not start within 0\.1 s$"):
+        pool.run(pid, 1, timeout=60)
+    assert not pool._processes
+
+
+def go_on_without_rank_1(rank: int, size: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    with LaunchedRanks() as ranks:
+        ranks.restart()
+        if rank == 1:
+            store.wait(["rank 0 goes on"])
+            dist.destroy_process_group()
+            return
+        store.set("rank 0 goes on", "")
+        with pytest.raises(CommHookError, match="the ranks cannot go on after an error"):
+            ranks.restart()
+
+
+def test_ranks_of_a_job_do_not_go_on_without_one_of_them(run_ranks: Any) -> None:
+    run_ranks(go_on_without_rank_1, 2)

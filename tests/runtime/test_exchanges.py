@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.states import of_rank
 from torch import Tensor
+from torch.futures import Future
 
 import commhooks
 from commhooks.comm.exchange import Exchange
@@ -295,3 +296,25 @@ def connect_first(rank: int, size: int) -> None:
 def test_exchanges_are_connected_before_training(run_ranks: Any) -> None:
     """Otherwise a rank that has died in the meantime is only noticed after the time-out."""
     run_ranks(connect_first, 2)
+
+
+class NotAwaited(Future[Tensor]):
+    """Raises instead of waiting for ever."""
+
+    def wait(self) -> Tensor:
+        assert self.done()
+        return super().wait()
+
+
+def test_a_result_is_there_only_at_the_end() -> None:
+    async def run(comm: commhooks.Communicator) -> Tensor:
+        raise NotImplementedError
+
+    exchange = Exchange(run)  # of a step that has not succeeded yet
+    with pytest.raises(commhooks.CommHookError, match="the exchange is not over; await it"):
+        exchange.result()
+    exchange.future = NotAwaited()
+    with pytest.raises(commhooks.CommHookError, match="the exchange is not over; await it"):
+        exchange.result()
+    exchange.future.set_result(torch.tensor([2.0]))
+    assert exchange.result().tolist() == [2.0]
