@@ -7,8 +7,11 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from setuptools import Extension
 
 import commhooks
 
@@ -94,3 +97,58 @@ def test_a_torch_that_cannot_be_compiled_against(tmp_path: Path, torch: str, say
     )
     assert run.returncode != 0
     assert says in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nvcc", "cuda", "expected"),
+    [
+        (None, "release 13.0, V13.0.48", "13.2", True),
+        (None, "release 12.8, V12.8.93", "13.2", False),
+        (None, "", "13.2", False),
+        (None, "release 13.0, V13.0.48", None, False),
+        (None, "", None, False),
+        ("0", "release 13.0, V13.0.48", "13.2", False),
+        ("1", "release 12.8, V12.8.93", "13.2", True),
+    ],
+)
+def test_kernels_are_compiled_if_nvcc_matches_torch_or_as_told(
+    wanted: str | None,
+    nvcc: str,
+    cuda: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(CSRC)
+    import extensions
+
+    monkeypatch.setattr(extensions, "ask_nvcc", lambda *_: nvcc)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(extensions, "cuda_extension", lambda **of: Extension(**of))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with patch.dict(os.environ):
+        for name in ("COMMHOOKS_WITH_CUDA", "TORCH_CUDA_ARCH_LIST"):
+            os.environ.pop(name, None)
+        if wanted is not None:
+            os.environ["COMMHOOKS_WITH_CUDA"] = wanted
+        found = extensions.engine()
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    assert any("packing/cuda" in source for source in found.sources) == expected
+    assert ("-DCOMMHOOKS_WITH_CUDA" in found.extra_compile_args["cxx"]) == expected
+    assert architectures == ("8.0;9.0+PTX" if expected else None)
+
+
+@pytest.mark.parametrize(("has_device", "named"), [(True, None), (False, "7.5")])
+def test_devices_and_the_environment_choose_the_architectures(
+    has_device: bool, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(CSRC)
+    import extensions
+
+    monkeypatch.setattr(extensions, "cuda_extension", lambda **of: of)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    given = {} if named is None else {"TORCH_CUDA_ARCH_LIST": named}
+    with patch.dict(os.environ, {"COMMHOOKS_WITH_CUDA": "1"}):
+        os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
+        os.environ.update(given)
+        extensions.engine()
+        assert os.environ.get("TORCH_CUDA_ARCH_LIST") == named
