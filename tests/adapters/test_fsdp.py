@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.pages import blocks_of
 from support.sharded import FEATURES, Net, build, mesh_of, train
 from support.states import of_rank
 from torch import Tensor, nn
@@ -415,8 +416,7 @@ def follow_page(rank: int, size: int, blocks: list[str]) -> None:
 
 
 def test_the_page_works(run_ranks: Any) -> None:
-    page = Path(__file__).parents[2] / "docs/integrations/fsdp.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = blocks_of("integrations/fsdp.md")
     assert len(blocks) == 3
     run_ranks(follow_page, 4, blocks)
 

@@ -1,7 +1,6 @@
 """The state of a hook, saved and loaded through its handle."""
 
 import copy
-import io
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,7 @@ from support.states import hook_state, of_rank
 from test_handle import Scaled, backward, both_wrappers, make_model
 
 import commhooks
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
+from commhooks.testing.compare import through_file
 
 
 def resume(rank: int, size: int, torch_ddp: bool) -> None:
@@ -26,7 +19,7 @@ def resume(rank: int, size: int, torch_ddp: bool) -> None:
     handle = commhooks.register(model, Scaled())
     for _ in range(3):
         backward(model, rank)
-    saved = through_a_file(handle.state_dict())
+    saved = through_file(handle.state_dict())
     assert saved["step"] == 3
     assert saved["state"].keys() == {f"rank {rank} of 2x1", "shard 0 of 2x1"}
     backward(model, rank)

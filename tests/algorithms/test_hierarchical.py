@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulated_ranks import simulate
+from support.simulated_ranks import Group, simulate
 from test_gossip import draw, make_bucket, rows, train
 from torch import Tensor, nn
 
@@ -56,19 +56,6 @@ def test_the_average_and_its_cost(size: int, ranks_per_node: int, sharded: bool)
         assert nbytes == inside + (leader if rank % ranks_per_node == 0 else 0)
 
 
-class _Group:
-    """The part of a process group that hooks use when they are registered."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
 def test_cost_formula(size: int, ranks_per_node: int, sharded: bool) -> None:
@@ -77,7 +64,7 @@ def test_cost_formula(size: int, ranks_per_node: int, sharded: bool) -> None:
     bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
     for rank, nbytes in enumerate(sent):
         hook = Hierarchical("bf16", ranks_per_node=ranks_per_node, sharded=sharded)
-        hook.prepare({}, _Group(rank, size))
+        hook.prepare({}, Group(rank, size))
         assert hook.wire_bytes(bucket, size) == nbytes
     unregistered = Hierarchical("bf16", ranks_per_node=ranks_per_node, sharded=sharded)
     assert unregistered.wire_bytes(bucket, size) == sent[0]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.live_memory import LiveMemory
-from support.simulated_ranks import simulate
+from support.simulated_ranks import Group, simulate
 from test_gossip import make_bucket
 
 import commhooks
@@ -16,26 +16,13 @@ COUNT, SHAPE = 4, (1 << 8, 1 << 10)
 MODEL_BYTES = COUNT * 4 * SHAPE[0] * SHAPE[1]
 
 
-class First:
-    """The part of a process group that ``prepare`` asks."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self._size
-
-
 def peaks_of(name: str, size: int = 2, **options: Any) -> list[float]:
     """Return the peaks of five steps, in copies of the model for each rank."""
     hooks = [commhooks.create(name, **options) for _ in range(size)]
     models = [[torch.randn(SHAPE) for _ in range(COUNT)] for _ in range(size)]
     for hook, parameters in zip(hooks, models, strict=True):
         named = {str(index): parameter for index, parameter in enumerate(parameters)}
-        hook.prepare(named, First(size))  # type: ignore[arg-type]
+        hook.prepare(named, Group(0, size))  # type: ignore[arg-type]
     peaks = []
     for step in range(5):
         buckets = [make_bucket(own, own, step) for own in models]

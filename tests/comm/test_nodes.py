@@ -3,15 +3,10 @@
 from typing import Any
 
 import pytest
+from support.simulated_ranks import Group
 
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.errors import CommHookError
-
-
-class Group:
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = lambda: rank
-        self.size = lambda: size
 
 
 def launched(local_size: Any, local_rank: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import torchrun
+from support.pages import blocks_of
 from support.states import hook_state
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -22,7 +22,6 @@ from commhooks.testing.compare import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 
-PAGES = Path(__file__).parents[2] / "docs/integrations"
 STEPS = 3  # of an epoch
 KEEPS_BUCKETS = {"find_unused_parameters": True}  # else torch rebuilds them after the first step
 POWERSGD = {"rank": 1, "start_step": 1, "min_compression_rate": 1.0}
@@ -413,11 +412,10 @@ def test_pytorch_lightning(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(other_name, 2, str(tmp_path))
 
 
-def run_page(rank: int, size: int, page: Path, folder: str) -> None:
+def run_page(rank: int, size: int, page: str, folder: str) -> None:
     torchrun.set_environment(rank, size)
-    text = page.read_text()
     with contextlib.chdir(folder):
-        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for block in blocks_of(page):
             exec(
                 block,
                 {"module": make_module(), "net": Model(), "data": loader(rank), "torch": torch},
@@ -426,4 +424,4 @@ def run_page(rank: int, size: int, page: Path, folder: str) -> None:
 
 @pytest.mark.parametrize("page", ["lightning", "fabric"])
 def test_page(run_ranks: Any, page: str, tmp_path: Path) -> None:
-    run_ranks(run_page, 2, PAGES / f"{page}.md", str(tmp_path))
+    run_ranks(run_page, 2, f"integrations/{page}.md", str(tmp_path))

@@ -1,7 +1,6 @@
 """The state of hooks in torch.distributed.checkpoint, read by the same and by other ranks."""
 
 import contextlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.pages import blocks_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -421,8 +421,7 @@ def test_checkpoints_without_the_state_of_a_hook(run_ranks: Any, tmp_path: Path)
 
 def run_page(rank: int, size: int, folder: str) -> None:
     handle = trained(HOOKS["int4"], rank, 1).handle
-    page = Path(__file__).parents[2] / "docs/integrations/checkpoint.md"
-    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = blocks_of("integrations/checkpoint.md")
     with contextlib.chdir(folder):
         exec(block, {"handle": handle, "net": nn.Linear(2, 2)})
 

@@ -16,8 +16,8 @@ from commhooks.comm.exchange import Exchange
 Call = tuple[str, tuple[Any, ...]]
 
 
-class _Group:
-    """The part of a process group that a communicator uses."""
+class Group:
+    """The part of a process group that a communicator and ``prepare`` use."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -29,7 +29,7 @@ class _Group:
         return self._size
 
 
-class _RecordingGroup(_Group):
+class _RecordingGroup(Group):
     """Keeps the collective that is started on it."""
 
     call: Call
@@ -51,7 +51,7 @@ def simulate(
     size = len(hooks)
     comms = [
         Communicator(
-            _Group(rank, size),  # type: ignore[arg-type]
+            Group(rank, size),  # type: ignore[arg-type]
             step=buckets[rank].step,
             key=buckets[rank].key,
             seed=getattr(hooks[rank], "seed", 0),
