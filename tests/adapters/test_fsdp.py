@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from support.pages import blocks_of
 from support.sharded import FEATURES, Net, build, mesh_of, train
 from support.states import of_rank
@@ -362,9 +363,7 @@ def train_each(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
             assert parameter.to_local().isfinite().all(), hook
             if has_consensus(handle.hook):
                 ours = parameter.to_local()
-                others = [torch.empty_like(ours) for _ in range(2)]
-                dist.all_gather(others, ours.detach().contiguous(), group=replicas)
-                assert torch.equal(*others), hook
+                assert same_on_all_ranks(ours, replicas), hook
 
 
 NEEDS: dict[str, Any] = {

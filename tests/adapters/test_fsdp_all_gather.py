@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.dying_ranks import DyingRanks
+from support.of_ranks import same_on_all_ranks
 from support.sharded import mesh_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -64,13 +65,6 @@ def step(net: Any, rank: int) -> None:
     net(inputs).float().square().mean().backward()
 
 
-def same_on(ranks: int, tensor: Tensor) -> bool:
-    """Whether all ranks have the same bits."""
-    found = [torch.empty_like(tensor) for _ in range(ranks)]
-    torch.distributed.all_gather(found, tensor)
-    return all(each.equal(tensor) for each in found)
-
-
 def compare_bits(rank: int, size: int, options: dict[str, Any]) -> None:
     net = shard(mesh_of(2, 2) if size == 4 else mesh_of(1, size)["shard"], **options)
     quantize_all_gather(net, STOCHASTIC)
@@ -83,7 +77,7 @@ def compare_bits(rank: int, size: int, options: dict[str, Any]) -> None:
         first, *others = found
         assert len(others) == 3
         assert all(other.equal(first) for other in others), name
-        assert same_on(size, first), name
+        assert same_on_all_ranks(first), name
         is_coded = exact[name].shape == (WIDTH, WIDTH)
         assert first.equal(exact[name].to(first.dtype)) is not is_coded, name
         torch.testing.assert_close(first.float(), exact[name], atol=0.005, rtol=0)
@@ -117,7 +111,7 @@ def send_differences(rank: int, size: int, options: dict[str, Any]) -> None:
         exact = parameter.full_tensor()
         for forward, backward in zip(seen[name][::2], seen[name][1::2], strict=True):
             assert forward.equal(backward), name
-            assert same_on(size, forward), name
+            assert same_on_all_ranks(forward), name
             if name not in matrices:
                 assert forward.equal(exact.to(forward.dtype)), name
     first, *others = [after - before for before, after in itertools.pairwise(sent)]
@@ -179,7 +173,7 @@ def reshard_to_two(rank: int, size: int) -> None:
     step(net, rank)
     for name, (_, forward, backward) in seen.items():
         assert forward.equal(backward), name
-        assert same_on(4, backward), name
+        assert same_on_all_ranks(backward), name
 
 
 def test_resharding_to_fewer_ranks_keeps_the_bits_of_forward(run_ranks: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered, same_on_all_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -142,8 +143,7 @@ def leave(rank: int, size: int, torch_ddp: bool) -> None:
                 backward(model, rank)
                 optimizer.step()
             own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            models = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(models, own)
+            models = gathered(own)
             assert not torch.equal(models[0], models[1])
             if removes:
                 handle.remove()
@@ -154,8 +154,7 @@ def leave(rank: int, size: int, torch_ddp: bool) -> None:
             backward(model, rank)
             torch.optim.SGD(model.parameters(), lr=0.01).step()
             own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            dist.all_gather(models, own)
-            assert all(torch.equal(other, own) for other in models)
+            assert same_on_all_ranks(own)
         handle = commhooks.register(model, "allreduce")
 
 
@@ -309,9 +308,7 @@ def nest_groups(rank: int, size: int, torch_ddp: bool) -> None:
             if factor < 2:
                 torch.testing.assert_close(found, (factor + 1) * whole)
     if rank < 2:
-        pair = [torch.empty_like(found) for _ in range(2)]
-        dist.all_gather(pair, found, group=part)
-        assert torch.equal(*pair)
+        assert same_on_all_ranks(found, part)
 
 
 @both_wrappers

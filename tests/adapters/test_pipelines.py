@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -225,9 +226,7 @@ def without_a_backward(rank: int, world_size: int) -> None:
     model.reducer.prepare_for_backward([output])
     output.sum().backward()
     gradient = model.module[0].weight.grad
-    gathered = [torch.empty_like(gradient) for _ in range(world_size)]
-    dist.all_gather(gathered, gradient)
-    assert torch.equal(*gathered)
+    assert same_on_all_ranks(gradient)
     assert model.reducer.has_rebuilt_buckets  # so steps were prepared
     model.module[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     with model.no_sync():

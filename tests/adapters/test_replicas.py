@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -165,8 +166,7 @@ def local_steps(rank: int, world_size: int) -> tuple[int, str]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     train(model, optimizer, rank, 12)
     with torch.no_grad():
-        weights = [torch.empty_like(net.weight) for _ in range(world_size)]
-        dist.all_gather(weights, net.weight.detach())
+        weights = gathered(net.weight)
     assert not torch.equal(weights[0], weights[1])
     return 0, ""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -339,9 +340,7 @@ def finalize_later(rank: int, size: int, wrapper: Any, is_pair: bool) -> None:
         model.finalize_backward()
         gradient = net.first.weight.grad
         assert gradient is not None
-        of_ranks = [torch.empty_like(gradient) for _ in range(size)]
-        dist.all_gather(of_ranks, gradient)
-        assert step == 2 or torch.equal(*of_ranks)
+        assert step == 2 or same_on_all_ranks(gradient)
         model.zero_grad()
     steps = [step for step, index in hook.seen if index == 0]
     assert steps == [0, 1, 2, 2]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
@@ -46,9 +47,7 @@ def train(kind: Any, name: str, dtype: torch.dtype | None, **options: Any) -> li
     parameters = [p.detach() for p in net.parameters()]
     for mine in parameters:
         assert mine.dtype == torch.float32
-        everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, mine)
-        assert all(torch.equal(mine, each) for each in everywhere)
+        assert same_on_all_ranks(mine)
     return parameters
 
 

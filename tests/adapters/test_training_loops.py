@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.of_ranks import gathered
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -149,8 +149,7 @@ def cached_gradients(rank: int, world_size: int) -> None:
             chunks = torch.randn(8, 4).chunk(4)
             with torch.no_grad():
                 embeddings = torch.cat([model(chunk) for chunk in chunks]).requires_grad_()
-            of_ranks = [torch.empty_like(embeddings) for _ in range(world_size)]
-            dist.all_gather(of_ranks, embeddings.detach())
+            of_ranks = gathered(embeddings)
             of_ranks[rank] = embeddings
             similarities = torch.cat(of_ranks) @ torch.cat(of_ranks).T
             similarities.logsumexp(1).mean().backward()

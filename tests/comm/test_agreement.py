@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered
 
 import commhooks
 from commhooks.comm.agreement import check_agreement
@@ -52,8 +53,7 @@ def do_different_things(rank: int, size: int) -> list[str]:
     for _ in range(3):  # nothing has changed
         model.zero_grad()
         model(torch.full((1, 3), rank + 1.0)).sum().backward()
-    gradients = [torch.empty_like(model.module.weight) for _ in range(size)]
-    dist.all_gather(gradients, model.module.weight.grad)
+    gradients = gathered(model.module.weight.grad)
     assert all(torch.equal(gradients[0], theirs) for theirs in gradients)
     torch.testing.assert_close(gradients[0], torch.full((2, 3), 2.0), rtol=0.01, atol=0.0)
     return found

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -121,9 +122,7 @@ def train_on(rank: int, size: int, kind: type[NCCL]) -> None:
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
             if hook != "diloco":
-                everywhere = [torch.empty_like(mine) for _ in range(size)]
-                dist.all_gather(everywhere, mine)
-                assert all(torch.equal(mine, each) for each in everywhere)
+                assert same_on_all_ranks(mine)
 
 
 @pytest.mark.parametrize("kind", [NCCL, NCCL2])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered
 from support.states import hook_state, of_rank
 from torch import Tensor, nn
 
@@ -222,8 +223,7 @@ def use(rank: int, size: int) -> None:
     # Each hook has its own random numbers, by its seed; they are the same on all ranks.
     number = hook.inner.state["0.weight"]["random"]
     assert number != hook.more[0][1].state["0.weight"]["random"]
-    numbers = [torch.empty(()) for _ in range(size)]
-    dist.all_gather(numbers, number)
+    numbers = gathered(number)
     assert numbers[0] == numbers[1]
 
     hook.inner.seed = 13 if rank == 0 else 0  # type: ignore[attr-defined]

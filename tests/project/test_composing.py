@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered, same_on_all_ranks
 from support.pages import run_page
 from support.states import hook_state
 from torch import Tensor, nn
@@ -44,12 +45,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 def flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def same_on_all_ranks(tensor: Tensor) -> bool:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return all(torch.equal(gathered[0], other) for other in gathered)
 
 
 def train(
@@ -214,8 +209,7 @@ def train_in_parallel(rank: int, size: int, hook: str, options: dict[str, Any]) 
     assert list(model.parameters()) == []  # torch has taken them out
     assert set(hook_state(handle)) <= {"0.weight", "2.weight"}
     ours = flat(shards)
-    replicas = [torch.empty_like(ours) for _ in range(size)]
-    dist.all_gather(replicas, ours)
+    replicas = gathered(ours)
     assert torch.equal(replicas[part], replicas[2 + part])
     whole = make_net(bias=False)
     optimizer = torch.optim.SGD(whole.parameters(), 0.01, momentum=0.9)
@@ -271,9 +265,7 @@ class Replicated:
 
     def of_group(self, tensor: Any) -> list[Tensor]:
         ours = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        found = [torch.empty_like(ours) for _ in range(2)]
-        dist.all_gather(found, ours, group=self.group)
-        return found
+        return gathered(ours, self.group)
 
 
 def replicate_in_parallel(rank: int, size: int, *, fsdp: bool) -> None:

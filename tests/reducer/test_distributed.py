@@ -5,19 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import gathered
 from support.torchs_wrapper import without_unknown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
-
-
-def everywhere(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor.detach().contiguous(), group=group)
-    return gathered
-
 
 # -------------------------------------------------------------------------------- construction
 
@@ -28,7 +22,7 @@ def start_up(rank: int, world_size: int) -> None:
     net[1].running_mean.fill_(rank)
     original = net[0].weight.detach().clone()
     model = DistributedDataParallel(net)
-    weights = everywhere(net[0].weight)
+    weights = gathered(net[0].weight)
     assert torch.equal(weights[0], weights[1])
     assert net[1].running_mean.eq(0).all()
     assert rank != 0 or torch.equal(net[0].weight, original)

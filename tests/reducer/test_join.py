@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -83,9 +83,7 @@ def join_at_once(rank: int, world_size: int, options: dict[str, Any]) -> None:
             for step in range(3 if rank == 0 or epoch else 0):
                 model.zero_grad()
                 model(inputs_of(rank, step)).sum().backward()
-    of_ranks = [torch.empty(7, 5) for _ in range(world_size)]
-    dist.all_gather(of_ranks, model.module.layers[0].weight.grad)
-    assert torch.equal(*of_ranks)
+    assert same_on_all_ranks(model.module.layers[0].weight.grad)
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
@@ -104,9 +102,7 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
             optimizer.step()
     assert model.reducer.steps == 4  # including shadowed steps
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-    of_ranks = [torch.empty_like(parameters) for _ in range(world_size)]
-    dist.all_gather(of_ranks, parameters)
-    assert torch.equal(*of_ranks)
+    assert same_on_all_ranks(parameters)
     for step in range(2):  # all ranks continue
         optimizer.zero_grad()
         model(inputs_of(rank, step)).square().mean().backward()
@@ -186,9 +182,7 @@ def several(rank: int, world_size: int) -> None:
                 model(inputs_of(rank, step)).square().sum().backward()
     for model in models:
         parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-        of_ranks = [torch.empty_like(parameters) for _ in range(world_size)]
-        dist.all_gather(of_ranks, parameters)
-        assert torch.equal(*of_ranks)
+        assert same_on_all_ranks(parameters)
 
 
 def test_several_models_join_together() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -49,9 +50,7 @@ def step(model: Any, rank: int) -> None:
     model(x).square().sum().backward()
     for parameter in [p for p in model.parameters() if p.requires_grad]:
         assert parameter.grad is not None
-        of_ranks = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, parameter.grad.contiguous())
-        assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
+        assert same_on_all_ranks(parameter.grad)
 
 
 # ------------------------------------------------------------------------ changes that are refused
@@ -372,9 +371,7 @@ def functional(rank: int, world_size: int) -> None:
         assert graph() is None
         assert torch.equal(model.module.second.bias.grad, torch.full((4,), 4.0))
         weight = model.module.second.weight.grad
-        of_ranks = [torch.empty_like(weight) for _ in range(world_size)]
-        dist.all_gather(of_ranks, weight)
-        assert torch.equal(*of_ranks)
+        assert same_on_all_ranks(weight)
         step(model, rank)
 
 

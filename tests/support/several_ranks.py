@@ -31,6 +31,7 @@ from commhooks.testing.compare import (
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from support.conforming_hooks import CASES as HOOKS
 from support.conforming_hooks import POWERSGD
+from support.of_ranks import same_on_all_ranks
 from support.sharded import build, mesh_of, train
 
 PATIENCE = 3600.0
@@ -68,9 +69,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def assert_same_on_all_ranks(tensors: list[Tensor], group: Any = None) -> None:
     for tensor in tensors:
-        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(others, tensor.contiguous(), group=group)
-        assert all(map(torch.equal, others, others[1:]))
+        assert same_on_all_ranks(tensor, group)
 
 
 # ----------------------------------------------------------------------------------- collectives
