@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.algorithms.averaging.diloco import DiLoCo, FragmentSchedule, runs_of
+from commhooks.planning import Plan
 from commhooks.testing.probe import GradientProbe
 
 
@@ -425,3 +426,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match=text):
         commhooks.create("diloco", **options)
+
+
+def test_auto_needs_a_plan() -> None:
+    """It would measure the steps of a round, and ranks would not repeat one that has failed."""
+    for inner in ("auto", {"name": "route", "rules": [["*", "auto"]]}):
+        with pytest.raises(commhooks.CommHookOptionError, match="give auto a plan"):
+            commhooks.create("diloco", inner=inner)
+    commhooks.create("diloco", inner={"name": "auto", "plan": Plan.exact("by the test")})

@@ -135,3 +135,74 @@ def test_hooks_that_cannot_be_guarded(option: str) -> None:
     options = {"inner": "int8", "max_error": 0.1, option: "local_sgd"}
     with pytest.raises(commhooks.CommHookError, match=rf"'{option}'.*not return the same"):
         commhooks.create("guard", **options)
+
+
+SKIPS: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+INT2 = {"name": "guard", "inner": "int2", "max_error": 0.01, "every": 1}
+
+
+def guard_in(rank: int, size: int, outer: dict[str, Any], path: str, steps: int) -> None:
+    hook: Any = commhooks.create(outer)
+    trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.003)
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    for step in range(steps):
+        gradients = draw_gradients(PARAMETERS, rank, step)
+        trainer.step({n: g * (n == "b") for n, g in gradients.items()})
+        optimizer.step()
+    assert hook.nested()[path].is_fallback
+    assert hook.nested()[path].metrics()["last_error"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("outer", "path"),
+    [
+        ({"name": "schedule", "stages": [[0, INT2], [1, "allreduce"]], "cycle": 2}, "stages.0.1"),
+        ({"name": "diloco", "period": 2, "fragments": 2, "inner": INT2}, "inner"),
+    ],
+)
+def test_it_guards_a_hook_that_does_not_run_in_every_step(
+    run_ranks: Any, outer: dict[str, Any], path: str
+) -> None:
+    """In fragments too: those of a round have one number, and only the first one has errors."""
+    run_ranks(guard_in, 2, outer, path, 4)
+
+
+def leave_out(rank: int, size: int) -> None:
+    rules = [["a", INT2], ["*", "allreduce"]]
+    hook: Any = commhooks.create("route", rules=rules)
+    trainer = Trainer(hook, PARAMETERS, **SKIPS)
+    for step in range(4):
+        gradients = draw_gradients(PARAMETERS, rank, step)
+        if step % 2:
+            del gradients["a"]
+        trainer.step(gradients)
+    assert hook.nested()["rules.0.1"].is_fallback
+
+
+def test_it_guards_parameters_that_every_other_step_leaves_out(run_ranks: Any) -> None:
+    run_ranks(leave_out, 2)
+
+
+def fail_and_leave_out(rank: int, size: int) -> None:
+    """Only rank 0 looks at what was measured, in a step that is repeated without the guard."""
+    hook: Any = commhooks.create("route", rules=[["a", INT2], ["*", "allreduce"]])
+    trainer = Trainer(hook, PARAMETERS, **SKIPS)
+    guard = hook.nested()["rules.0.1"]
+    reduce = guard.reduce
+    for step in range(4):
+        gradients = draw_gradients(PARAMETERS, rank, step)
+        if step == 1:
+            guard.reduce = fail if rank else reduce
+            with pytest.raises(commhooks.CommHookError):
+                trainer.step(gradients)
+            assert guard.is_fallback == (rank == 0)
+            guard.reduce = reduce
+            del gradients["a"]
+        assert not disagreement(trainer.step(gradients))
+    assert guard.is_fallback
+    assert set(guard._table.table.values()) == {1}
+    assert guard.metrics()["fallbacks"] == 1
+
+
+def test_ranks_agree_after_a_failed_step(run_ranks: Any) -> None:
+    run_ranks(fail_and_leave_out, 2)

@@ -161,3 +161,51 @@ def count_bytes(rank: int, size: int) -> None:
 
 def test_statistics_are_means_over_stages(run_ranks: Any) -> None:
     run_ranks(count_bytes, 2)
+
+
+def take_turns(rank: int, size: int) -> None:
+    hooks = [Recorder(tag=tag) for tag in "abc"]
+    schedule = Schedule([(0, hooks[0]), (2, hooks[1]), (3, hooks[2])], cycle=6)
+    trainer = Trainer(schedule, {"even": torch.zeros(60)})
+    for step in range(14):
+        trainer.step(draw_gradients({"even": torch.zeros(60)}, rank, step))
+    used = [[call.step for call in hook.calls] for hook in hooks]
+    assert used == [[0, 1, 2, 3, 4, 5], [0, 1], [0, 1, 2, 3, 4, 5]]
+
+
+def test_hooks_of_a_cycle_count_their_own_steps(run_ranks: Any) -> None:
+    run_ranks(take_turns, 2)
+
+
+ONE_SIDED = {**POWERSGD, "rank": 4, "two_sided": False}
+
+
+def compress_every_other_step(rank: int, size: int) -> None:
+    """What one-sided PowerSGD has not sent stays bounded, though it runs in even steps only."""
+    parameters = {"matrix": torch.zeros(40, 40)}
+    stages = [[0, "allreduce"], [1, ONE_SIDED]]
+    trainer = Trainer(commhooks.create("schedule", stages=stages, cycle=2), parameters)
+    gradients = draw_gradients(parameters, rank)
+    for _ in range(200):
+        trainer.step(gradients)
+    error = hook_state(trainer.handle)[".stages.1.1"]["matrix"]["error"]
+    assert error.norm() < 20 * gradients["matrix"].norm()
+
+
+def test_what_depends_on_the_parity_of_the_step_goes_on_in_a_cycle(run_ranks: Any) -> None:
+    run_ranks(compress_every_other_step, 2)
+
+
+def meet(rank: int, size: int) -> None:
+    """With 4 ranks, the partners of an exponential topology are others in every other step."""
+    stages = [[0, "noop"], [1, "push_sum"]]
+    trainer = Trainer(commhooks.create("schedule", stages=stages, cycle=2), {"x": torch.zeros(8)})
+    with torch.no_grad():
+        trainer.parameters["x"].fill_(rank)
+    for _ in range(4):
+        trainer.step({"x": torch.zeros(8)})
+    assert trainer.parameters["x"].tolist() == [1.5] * 8
+
+
+def test_all_ranks_meet_in_a_cycle(run_ranks: Any) -> None:
+    run_ranks(meet, 4)

@@ -5,11 +5,14 @@ import textwrap
 import pytest
 import torch
 from support.lockstep import lockstep, make_bucket
+from support.states import hook_state
 
+import commhooks
 from commhooks.algorithms.sparse import shared_topk
 from commhooks.algorithms.sparse.messages import gather_bytes
 from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.testing.probe import Trainer
 
 
 def run_documented(names: dict[str, object]) -> None:
@@ -93,3 +96,24 @@ def test_bytes_are_those_of_the_formula(numel, size):
         *indices, values = (tensor.nbytes for tensor in comm.sent)
         expected = (size - 1) * sum(indices) + 2 * (size - 1) * -(-values // size)
         assert hooks[0].wire_bytes(buckets[0], size) == expected
+
+
+def send_rounds(rank: int, size: int) -> None:
+    """Only rank 1 has a gradient, whose steps are all even."""
+    inner = {"name": "shared_topk", "density": 0.05, "warmup_steps": 0}
+    trainer = Trainer(
+        commhooks.create("diloco", period=4, outer_lr=1.0, outer_momentum=0.0, inner=inner),
+        {"p": torch.zeros(40)},
+    )
+    optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    gradient = torch.zeros(40)
+    gradient[3] = rank
+    for _ in range(13):
+        trainer.step({"p": gradient})
+        optimizer.step()
+    # After rounds of 4 steps of 0.1 each, averaged over 2 ranks.
+    assert hook_state(trainer.handle)["p"]["anchor"][3] < -0.2
+
+
+def test_every_rank_chooses_in_rounds_of_diloco(run_ranks):
+    run_ranks(send_rounds, 2)

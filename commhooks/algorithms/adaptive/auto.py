@@ -66,8 +66,8 @@ class Auto(CommHook):
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or
             the plan is no plan, or has a hook that does not exist.
         CommHookError: at registration, if a candidate that you named cannot average this model, or
-            the plan has a parameter missing from the model; or inside ``hierarchical``, without a
-            plan.
+            the plan has a parameter missing from the model; or inside ``hierarchical`` or
+            ``diloco``, without a plan.
     """
 
     error: Annotated[float, Limits(ge=0)] | Candidate = hook_default("int4")

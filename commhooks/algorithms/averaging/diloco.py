@@ -78,7 +78,8 @@ class DiLoCo(LocalSteps):
 
     Raises:
         CommHookOptionError: the delay is longer than the period; or the inner hook changes
-            parameters, does not return the same on all ranks, or skips steps.
+            parameters, does not return the same on all ranks, or skips steps; or it is ``auto``
+            without a plan.
     """
 
     period: Annotated[int, Limits(ge=1)] = 30
@@ -126,6 +127,8 @@ class DiLoCo(LocalSteps):
             problem = "changes parameters, or does not return the same on all ranks"
         elif any(each.skips_steps for each in hooks):
             problem = "skips steps of the training loop"
+        elif any(each.name == "auto" and getattr(each, "plan", None) is None for each in hooks):
+            problem = "measures whole steps, but is used in one per period: give auto a plan"
         else:
             return
         raise CommHookOptionError(

@@ -76,7 +76,7 @@ class SharedTopK(WarmedUp):
             total = to_memory_dtype(buffer)
             is_damaged = add_and_check(total, error)
             count = partial(self.sent_elements, bucket)
-            indices, intact = await _choose_in_turn(total, count, comm)
+            indices, intact = await _choose_in_turn(total, count, bucket.step, comm)
             # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
             share = total.index_select(0, indices) / comm.size
             share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
@@ -98,25 +98,26 @@ class SharedTopK(WarmedUp):
 
 
 async def _choose_in_turn(
-    total: Tensor, count_of: Callable[[int], int], comm: Communicator
+    total: Tensor, count_of: Callable[[int], int], step: int, comm: Communicator
 ) -> tuple[Tensor, Tensor]:
     """Return the shared indices, ascending, and () bool: whether they arrived intact.
 
-    ``count_of(length)`` is how many elements of a part are chosen. On the CPU a damaged message
-    raises RuntimeError.
+    ``count_of(length)`` is how many elements of a part are chosen. ``step`` counts those of the
+    hook: inside ``diloco`` a multiple of the period would give the same rank the same part for
+    ever. On the CPU a damaged message raises RuntimeError.
     """
     numel, size = total.numel(), comm.size
     code = _code(numel, size, count_of)
     intact = torch.ones((), dtype=torch.bool, device=total.device)
     if code is None:
         return torch.arange(numel, dtype=torch.int32, device=total.device), intact
-    own = (comm.rank + comm.step) % size
+    own = (comm.rank + step) % size
     part = total[_start(own, numel, size) : _start(own + 1, numel, size)]
     chosen = select_largest(part, None, code.count)
     zeros = chosen.new_zeros(code.count, dtype=_NO_VALUES)
     message = write_message(SparseVector(chosen, zeros, code.numel), code)
     by_rank = await comm.all_gather(torch.cat([message[used] for used in _used_bytes(code)]))
-    messages = _with_values(by_rank.roll(comm.step % size, 0), code)
+    messages = _with_values(by_rank.roll(step % size, 0), code)
     if kernel_backend_of(total) is None:
         indices = torch.stack([code.unpack(part[: code.nbytes]) for part in messages])
     else:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -70,10 +71,11 @@ class Guard(CommHook):
         check_candidate(self.fallback, f"option 'fallback' of hook {self.name!r}")
         self._table = HookTable([self.inner, self.fallback], {})
         self._names: tuple[str, ...] = ()
-        self._step = -1
+        self._step = -1  # of the training: fragments of diloco have the same step of this hook
         self._buckets = 0  # of this step, so far
         self._turn = 0  # the index of the bucket that is measured in this step, if any
         self._found: tuple[int, HostCopy] | None = None  # a step, and the squares of all ranks
+        self._has_recovered = self._agrees = self._has_agreed = False
         self._last_error = 0.0
         self._notes: list[tuple[int, str]] = []
         self._fallbacks = 0
@@ -82,14 +84,16 @@ class Guard(CommHook):
         super().prepare(parameters, group)
         self._trial = Trial(self.inner, parameters, group, self.model_info.roles)
         self._names = tuple(parameters)
-        self._found = None
+        self._found, self._has_recovered = None, False
         self._use()
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         step, sample = bucket.step, None
         if bucket.index() == 0:
-            self._begin_step(step)
+            self._begin_step(step, comm.step)
         self._buckets += 1
+        if self._agrees:
+            await self._agree(bucket, comm)
         is_due = step % self.every == 0
         if is_due and self.is_fallback:
             since = self.extra_state["since"]
@@ -100,7 +104,7 @@ class Guard(CommHook):
         average = await self._table.reduce(bucket, comm)
         if sample is not None:
             squares = await self._trial.run(sample, comm)
-            self._found = step, HostCopy(await comm.all_gather(squares))
+            self._found = comm.step, HostCopy(await comm.all_gather(squares))
         return average
 
     @property
@@ -127,29 +131,44 @@ class Guard(CommHook):
         super().load_state_dict(state)
         if not isinstance(since := self.extra_state.get("since", 0), int):
             raise CommHookStateError(f"hook {self.name!r}: expected a step, found {since!r}")
+        self._found, self._has_recovered = None, False
         self._use()
 
     def recover(self) -> None:
+        """Agree on the hook in the next step: only some ranks may know of a measurement."""
         super().recover()
+        self._found, self._has_recovered = None, True
         self._trial.begin()
         self._table.refresh()
 
-    def _begin_step(self, step: int) -> None:
-        """Decide by what the step before has found. All ranks have found the same.
+    def _begin_step(self, step: int, training_step: int) -> None:
+        """Decide by what an earlier step has found. All ranks have found the same.
 
-        A step that has failed begins again under the same number. What it has found is dropped,
-        because some ranks may not have it: Note [One plan] in agreement.py.
+        What a step has found that begins again is dropped, because some ranks may not have it.
         """
-        if step != self._step:
-            self._step = step
+        if training_step != self._step:
+            self._step = training_step
             self._turn = (step // self.every) % max(self._buckets, 1)
+        self._agrees, self._has_recovered = self._has_recovered, False
+        self._has_agreed = False
         found, self._found = self._found, None
-        if found is not None and found[0] == step - 1:
+        if found is not None and found[0] != training_step:
             error = max(relative_error(*squares) for squares in found[1].read())
             if error == error:  # or gradients were not finite
                 self._judge(error, step)
         self._buckets = 0
         self._table.begin_step()
+
+    async def _agree(self, bucket: GradBucket, comm: Communicator) -> None:
+        """Use the fallback if any rank does. In each bucket, as they do not wait for each other."""
+        own = [self.extra_state.get("since", -1)]
+        since = await comm.all_reduce(torch.tensor(own, device=bucket.buffer().device), op="max")
+        if not self._has_agreed:
+            self._has_agreed, was_fallback = True, self.is_fallback
+            self.extra_state = {} if since.item() < 0 else {"since": int(since.item())}
+            self._fallbacks += self.is_fallback > was_fallback
+            self._use()
+            self._table.begin_step()
 
     def _judge(self, error: float, step: int) -> None:
         self._last_error = error

@@ -4,6 +4,7 @@ start, hook = max((start, hook) for start, hook in stages if start <= step)
 result = hook(gradient)
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
@@ -13,6 +14,7 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -27,6 +29,8 @@ class Schedule(CommHook):
     ``schedule([(0, "allreduce"), (1000, {"name": "powersgd", "rank": 4})])`` averages exactly in
     steps 0 to 999. Steps are the synchronized backward passes of the training, including those
     before a resume, also for nested hooks: their ``start_step`` is not relative to their stage.
+    With a ``cycle``, each hook counts only the steps in which it runs, so that what it does in turn
+    (sides, partners, periods) goes on in its next turn.
 
     When a hook will not be used again, its state is cleared. State that stages should share, such
     as an error, belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
@@ -86,11 +90,11 @@ class Schedule(CommHook):
 
     @property
     def checks_finite(self) -> bool:
-        """Whether one of the hooks checks."""
-        return any(hook.checks_finite for _, hook in self.stages)
+        """Whether a hook checks the buckets of the model; with a cycle, hooks get others."""
+        return self.cycle is None and any(hook.checks_finite for _, hook in self.stages)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        hook = self.hook_at(bucket.step)
+        hook, bucket = self._at(bucket)
         if hook is not self._last_used:  # also in the first step after a resume
             self._last_used = hook
             for _, other in self.stages if self.cycle is None or not self.keep_state else ():
@@ -102,10 +106,24 @@ class Schedule(CommHook):
         return average
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        return self.hook_at(bucket.step).wire_bytes(bucket, size)
+        hook, bucket = self._at(bucket)
+        return hook.wire_bytes(bucket, size)
 
     def hook_at(self, step: int) -> CommHook:
         """Return the hook of a step of the training."""
-        if self.cycle is not None:
-            step %= self.cycle
-        return next(hook for start, hook in reversed(self.stages) if start <= step)
+        return self._turn_at(step)[0]
+
+    def _turn_at(self, step: int) -> tuple[CommHook, int]:
+        """Return the hook of a step, and the step that it counts."""
+        starts = [start for start, _ in self.stages]
+        cycles, step = divmod(step, self.cycle) if self.cycle else (0, step)
+        stage = bisect(starts, step) - 1
+        if self.cycle:
+            length = [*starts, self.cycle][stage + 1] - starts[stage]
+            step += cycles * length - starts[stage]
+        return self.stages[stage][1], step
+
+    def _at(self, bucket: GradBucket) -> tuple[CommHook, GradBucket]:
+        """Return the hook of the step of a bucket, and the bucket with the step that it counts."""
+        hook, step = self._turn_at(bucket.step)
+        return hook, bucket_with(bucket, bucket.buffer(), step=step) if self.cycle else bucket
