@@ -283,7 +283,7 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
             f"expected the state of hook {here['name']!r}, found that of "
             f"{there.get('name') if isinstance(there, dict) else there!r}"
         )
-    if not saved["state"]:
+    if not count(saved["state"]):
         return  # without state, other options are harmless
     for path, (wanted, found) in _differences(here, there):
         raise CommHookStateError(

@@ -212,3 +212,26 @@ def test_hooks_declare_their_state(name: str) -> None:
     hook = commhooks.create(name, **options.get(name, {"inner": "bf16"} if wraps else {}))
     for each in tree(hook):
         assert each.state_fields(torch.zeros(40, 30)) is not None
+
+
+def change_options(rank: int, size: int) -> None:
+    """Options of hooks that have no state are free, as are all before the first state."""
+    guard = {"name": "guard", "inner": "bf16", "max_error": 1.0, "every": 1}
+    for before, after in [
+        ("local_sgd", {"name": "local_sgd", "period": 16}),
+        ("bf16", {"name": "bf16", "two_shot": True}),
+        (guard, guard | {"max_error": 0.5}),
+    ]:
+        saved = through_file(trained(before, rank).handle.state_dict())
+        resumed = trained(after, rank, steps=0)
+        resumed.handle.load_state_dict(saved)
+        for step in range(2, 5):
+            resumed.step(draw_gradients(resumed.parameters, rank, step))
+    # What a guard has decided is a state without tensors.
+    saved = through_file(trained(guard | {"max_error": 1e-9}, rank).handle.state_dict())
+    with pytest.raises(commhooks.CommHookStateError, match=r"max_error=1.0, but .*1e-09"):
+        trained(guard, rank, steps=0).handle.load_state_dict(saved)
+
+
+def test_options_without_a_state_may_change(run_ranks: Any) -> None:
+    run_ranks(change_options, 2)
