@@ -58,7 +58,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.elastic import Elastic
 from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import EXTRA_STATE, StateField, entry_problem
@@ -430,6 +430,17 @@ def has_consensus(hook: CommHook) -> bool:
 def is_lossless(hook: CommHook) -> bool:
     """Return whether results are the exact average, up to rounding."""
     return all(each.lossless for each in tree(hook))
+
+
+def refuse(where: str, hook: CommHook, expected: str, reasons: Mapping[str, str]) -> None:
+    """Raise CommHookOptionError if a hook, or one nested in it, has a flag, with its reason.
+
+    "consensus" stands for hooks without it. ``where``: what the user has set to this hook.
+    """
+    hooks = list(tree(hook))
+    for flag, reason in reasons.items():
+        if any(getattr(each, flag) != (flag == "consensus") for each in hooks):
+            raise CommHookOptionError(f"{where}: expected {expected}; {hook!r} {reason}")
 
 
 def check_nesting(hook: CommHook) -> None:

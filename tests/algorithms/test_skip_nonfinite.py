@@ -201,11 +201,18 @@ def count_bytes(rank: int, size: int) -> None:
 @pytest.mark.parametrize("options", [{"delay": 1}])
 def test_whole_steps_around_exchanges(options: dict[str, Any]) -> None:
     inner = {"name": "diloco", **options}
-    without = SkipNonfinite(inner=commhooks.create("diloco"), whole_steps=True)
+    without = SkipNonfinite(inner=commhooks.create("diloco"))
     assert not any(each.has_exchanges for each in tree(without))
     around = commhooks.create("skip_nonfinite", inner=inner)
     assert any(each.has_exchanges for each in tree(around))
     with pytest.raises(commhooks.CommHookOptionError, match=r"'whole_steps'.*DiLoCo.*exchanges"):
+        commhooks.create("skip_nonfinite", inner=inner, whole_steps=True)
+
+
+@pytest.mark.parametrize("inner", ["diloco", "local_sgd", "push_sum"])
+def test_whole_steps_around_changed_parameters(inner: str) -> None:
+    """Parameters that have moved would stay where they are, and count again in the next period."""
+    with pytest.raises(commhooks.CommHookOptionError, match=r"'whole_steps'.*changes parameters"):
         commhooks.create("skip_nonfinite", inner=inner, whole_steps=True)
 
 

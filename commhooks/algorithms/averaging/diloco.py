@@ -34,7 +34,7 @@ from commhooks.codecs.finite import all_finite, is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, refuse, tree
 from commhooks.hook.derived_bucket import Progress
 from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
@@ -45,6 +45,11 @@ from reducer import GradBucket
 _SAMPLED = 17
 """With a delay, ``consensus_distance`` is estimated from every 17th number: a copy of all would be
 kept until the average arrives. Odd: not one column of a matrix."""
+_REFUSED = {
+    "changes_parameters": "changes parameters",
+    "consensus": "does not return the same on all ranks",
+    "skips_steps": "skips steps of the training loop",
+}
 
 
 @register_hook("diloco")
@@ -115,26 +120,17 @@ class DiLoCo(LocalSteps):
                 f"option 'delay' of hook {self.name!r}: expected at most the period, "
                 f"{self.period}, found {self.delay}"
             )
-        self._check_inner()
+        where = f"option 'inner' of hook {self.name!r}"
+        refuse(where, self.inner, "a hook that averages gradients, such as int8", _REFUSED)
+        autos = (each for each in tree(self.inner) if each.name == "auto")
+        if any(getattr(each, "plan", None) is None for each in autos):
+            raise CommHookOptionError(
+                f"{where}: auto measures whole steps, but is used in one per period: give it a plan"
+            )
 
     @property
     def has_exchanges(self) -> bool:
         return self.delay > 0
-
-    def _check_inner(self) -> None:
-        hooks = list(tree(self.inner))
-        if any(each.changes_parameters or not each.consensus for each in hooks):
-            problem = "changes parameters, or does not return the same on all ranks"
-        elif any(each.skips_steps for each in hooks):
-            problem = "skips steps of the training loop"
-        elif any(each.name == "auto" and getattr(each, "plan", None) is None for each in hooks):
-            problem = "measures whole steps, but is used in one per period: give auto a plan"
-        else:
-            return
-        raise CommHookOptionError(
-            f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients, such "
-            f"as int8; {self.inner!r} {problem}"
-        )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError for unequal nodes or more fragments than parameters or units."""

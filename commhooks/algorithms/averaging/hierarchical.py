@@ -71,8 +71,7 @@ from commhooks.comm.wire import (
     all_to_all_bytes,
     broadcast_bytes,
 )
-from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, is_lossless, tree
+from commhooks.hook.base import CommHook, is_lossless, refuse
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
@@ -129,18 +128,14 @@ class Hierarchical(CommHook):
         self._node: Sequence[int] = ()  # its ranks
         self._shards: PerBucketCache[BucketShards] = PerBucketCache(self)
         self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache(self)  # shards
-        if any(each.changes_parameters for each in tree(self.inner)):
-            raise CommHookOptionError(
-                f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
-                f"{self.inner!r} also changes parameters, but no rank has all of them. For "
-                "local_sgd, give its option ranks_per_node instead"
-            )
-        if any(each.skips_steps for each in tree(self.inner)):
-            raise CommHookOptionError(
-                f"option 'inner' of hook {self.name!r}: {self.inner!r} skips steps, and would skip "
-                "different ones on different ranks, because each sees other gradients. Put "
-                "skip_nonfinite around hierarchical instead"
-            )
+        reasons = {
+            "changes_parameters": "also changes parameters, but no rank has all of them. For "
+            "local_sgd, give its option ranks_per_node instead",
+            "skips_steps": "skips steps, and would skip different ones on different ranks, because "
+            "each sees other gradients. Put skip_nonfinite around hierarchical instead",
+        }
+        where = f"option 'inner' of hook {self.name!r}"
+        refuse(where, self.inner, "a hook that averages gradients", reasons)
 
     @cached_property
     def checks_finite(self) -> bool:

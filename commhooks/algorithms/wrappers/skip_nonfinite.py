@@ -38,8 +38,7 @@ from torch import Tensor
 from commhooks.codecs.finite import all_finite, is_known_false, poison, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, refuse
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import hook_default
 from commhooks.hook.registry import register_hook
@@ -67,7 +66,8 @@ class SkipNonfinite(CommHook):
     ones to adapt its scale. See Note [Dropped steps].
 
     Raises:
-        CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
+        CommHookOptionError: ``whole_steps`` around a hook that changes parameters, or whose
+            exchanges take several steps.
     """
 
     inner: CommHook = hook_default("allreduce")
@@ -93,12 +93,15 @@ class SkipNonfinite(CommHook):
         self._passed_on = 0  # buckets of this step that the inner hook got
         self._withheld: list[str] = []  # parameters of the buckets that it did not get
         self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
-        if self.whole_steps and any(each.has_exchanges for each in tree(self.inner)):
-            raise CommHookOptionError(
-                f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
-                "take several steps, so its state cannot be saved before each step; use "
-                "whole_steps=False, or a hook without a delay"
-            )
+        reasons = {
+            "has_exchanges": "begins exchanges that take several steps, so its state cannot be "
+            "saved before each step; use whole_steps=False, or a hook without a delay",
+            "changes_parameters": "changes parameters, which whole_steps cannot restore; use "
+            "whole_steps=False",
+        }
+        if self.whole_steps:
+            where = f"option 'whole_steps' of hook {self.name!r}"
+            refuse(where, self.inner, "a hook that averages gradients", reasons)
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)

@@ -22,12 +22,13 @@ from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.base import CommHook, refuse, tree
 from reducer import GradBucket
 
 _ALL = slice(None)
 _FIELD = "error"
 _REFUSED = {
+    "consensus": "does not return the same on all ranks",
     "changes_parameters": "changes parameters",
     "skips_steps": "skips steps of the training loop",
     "spreads_parameters": "keeps state of other parameters on other ranks",
@@ -122,15 +123,11 @@ def check_candidate(hook: CommHook, where: str) -> None:
 
     ``where``: what the user has set to this hook.
     """
-    hooks = list(tree(hook))
-    refused = [text for flag, text in _REFUSED.items() if any(getattr(it, flag) for it in hooks)]
-    problems = refused if has_consensus(hook) else ["does not return the same on all ranks"]
-    choosers = (each.name for each in hooks if each.name in ("auto", "guard"))
-    problems += [f"chooses hooks itself, in {name!r}" for name in choosers]
-    if problems:
+    expected = "hooks that average gradients in the same step, such as int8 or powersgd"
+    refuse(where, hook, expected, _REFUSED)
+    if choosers := [each.name for each in tree(hook) if each.name in ("auto", "guard")]:
         raise CommHookOptionError(
-            f"{where}: expected hooks that average gradients in the same step, such as int8 or "
-            f"powersgd; {hook!r} {problems[0]}"
+            f"{where}: expected {expected}; {hook!r} chooses hooks itself, in {choosers[0]!r}"
         )
 
 
