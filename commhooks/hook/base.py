@@ -446,7 +446,7 @@ def refuse(where: str, hook: CommHook, expected: str, reasons: Mapping[str, str]
 def check_nesting(hook: CommHook) -> None:
     """Raise CommHookError unless each hook in the tree of ``hook`` occurs once."""
     paths: dict[int, str] = {}
-    for path, nested in _walk(hook, "", ()):
+    for path, nested in walk(hook, "", ()):
         if id(nested) in paths:
             raise CommHookError(
                 f"{nested!r} is both {paths[id(nested)]} and {path!r} of {hook!r}, and would mix "
@@ -456,12 +456,13 @@ def check_nesting(hook: CommHook) -> None:
         paths[id(nested)] = repr(path) if path else "the outermost hook"
 
 
-def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:
+def walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:
+    """Yield the hook and all hooks nested in it, with their paths."""
     if any(hook is other for other in outer):
         raise CommHookError(f"{outer[0]!r} is a hook around itself: it is found again at {path!r}")
     yield path, hook
     for name, nested in hook.nested().items():
-        yield from _walk(nested, f"{path}.{name}" if path else name, (*outer, hook))
+        yield from walk(nested, f"{path}.{name}" if path else name, (*outer, hook))
 
 
 def _check_members(cls: type) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, walk
 from commhooks.state.entries import count, merge, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of, of_part
 from commhooks.state.resharding import Key, Resharding
@@ -285,7 +285,11 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
         )
     if not count(saved["state"]):
         return  # without state, other options are harmless
+    hooks = dict(walk(hook, "", ()))
     for path, (wanted, found) in _differences(here, there):
+        owner, _, option = path.rpartition(".")
+        if option == "ranks_per_node" and owner in hooks and not hooks[owner].spreads_parameters:
+            continue  # other nodes, whose state is the same
         raise CommHookStateError(
             f"hook {here['name']!r} has {path}={wanted!r}, but its state was saved with "
             f"{path}={found!r}"

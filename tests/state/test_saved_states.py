@@ -235,3 +235,27 @@ def change_options(rank: int, size: int) -> None:
 
 def test_options_without_a_state_may_change(run_ranks: Any) -> None:
     run_ranks(change_options, 2)
+
+
+def change_nodes(rank: int, size: int) -> None:
+    """Under diloco nodes may have other sizes; hierarchical has the state of a node's shards."""
+    for name in ("diloco", "hierarchical"):
+        configs = [{"name": name, "ranks_per_node": n} for n in (1, 2)]
+        if name == "hierarchical":
+            configs = [config | {"inner": "topk"} for config in configs]
+        before, after = ({"name": "skip_nonfinite", "inner": config} for config in configs)
+        first = trained(before, rank)
+        saved = through_file(first.handle.state_dict())
+        resumed = trained(after, rank, steps=0)
+        if name == "hierarchical":
+            with pytest.raises(commhooks.CommHookStateError, match=r"inner\.ranks_per_node=2, but"):
+                resumed.handle.load_state_dict(saved)
+            continue
+        resumed.handle.load_state_dict(saved)
+        assert same_bits(resumed.handle.hook.state_dict(), first.handle.hook.state_dict())
+        for step in range(2, 5):
+            resumed.step(draw_gradients(resumed.parameters, rank, step))
+
+
+def test_nodes_may_have_other_sizes(run_ranks: Any) -> None:
+    run_ranks(change_nodes, 2)
