@@ -18,6 +18,10 @@ from reducer.agreement import values_of_ranks
 
 VERSION = 2
 _TYPES = {"version": int, "hook": str, "step": int, "state": Mapping, "tensors": Mapping}
+_AFTER_A_FAILURE = (
+    "If it was saved after a step that sends nothing had failed on some rank, as under diloco, "
+    "begin without the state of the hook: the models are then averaged"
+)
 _MOST_STEPS = 2**62  # the reducer counts in 64 bits
 
 
@@ -177,7 +181,7 @@ def _mismatch(of_ranks: Sequence[_Outcome], shards: int) -> str | None:
         if each.step != first.step:
             return (
                 f"expected states of the same step on all ranks, found step {first.step} on rank "
-                f"{first.rank} and {each.step} on rank {each.rank}"
+                f"{first.rank} and {each.step} on rank {each.rank}. {_AFTER_A_FAILURE}"
             )
         if each.layout not in (None, layout.layout):
             return (
@@ -191,7 +195,7 @@ def _mismatch(of_ranks: Sequence[_Outcome], shards: int) -> str | None:
                 entry, name, value = min(set(fields) ^ set(expected))
                 return (
                     f"the states of ranks {rank} and {each.rank} do not match: only one of them "
-                    f"has {name!r} of {entry!r} as {value:.60}"
+                    f"has {name!r} of {entry!r} as {value:.60}. {_AFTER_A_FAILURE}"
                 )
     return None
 

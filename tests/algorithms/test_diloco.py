@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.algorithms.averaging.diloco import DiLoCo, FragmentSchedule, runs_of
 from commhooks.planning import Plan
-from commhooks.testing.probe import GradientProbe
+from commhooks.testing.probe import GradientProbe, Trainer, draw_gradients, probe_parameters
+
+PARAMETERS = probe_parameters()
 
 
 class Outer:
@@ -434,3 +436,50 @@ def test_auto_needs_a_plan() -> None:
         with pytest.raises(commhooks.CommHookOptionError, match=r"auto measures.*give it a plan"):
             commhooks.create("diloco", inner=inner)
     commhooks.create("diloco", inner={"name": "auto", "plan": Plan.exact("by the test")})
+
+
+def register_again(rank: int, size: int, way: str, same: bool) -> list[float]:
+    """Do it while an average is under way, or after steps without the hook."""
+    probe = GradientProbe({"a": torch.zeros(8)})
+    model = commhooks.DistributedDataParallel(probe)
+    options: dict[str, Any] = {"period": 4, "delay": 2, "merge": 0.5}
+    handle = commhooks.register(model, "diloco", **options)
+    hook = handle.hook if same else commhooks.create("diloco", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    for step in range(14):
+        if step == 5 and way == "replace":
+            handle.replace(hook)
+        if step == 5 and way == "register":
+            handle.remove()
+        if step == 7 and way == "register":
+            commhooks.register(model, hook)
+        optimizer.zero_grad()
+        model({"a": torch.full((8,), 1.0 + 2 * rank)}).backward()
+        optimizer.step()
+        found.append(probe.a[0].item())
+    return found
+
+
+@pytest.mark.parametrize("way", ["replace", "register"])
+def test_it_begins_anew_when_it_is_registered_again(run_ranks: Any, way: str) -> None:
+    assert run_ranks(register_again, 2, way, True) == run_ranks(register_again, 2, way, False)
+
+
+def load_after_a_failure(rank: int, size: int) -> None:
+    trainer = Trainer(commhooks.create("diloco", period=10), PARAMETERS)
+    for step in range(4):
+        gradient = draw_gradients(PARAMETERS, rank, step)
+        if step == 3 and rank == 1:
+            broken = trainer.parameters["matrix"].register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(gradient)
+            broken.remove()
+        trainer.step(gradient)
+    saved = trainer.handle.state_dict()
+    with pytest.raises(commhooks.CommHookStateError, match=r"some rank.*begin without"):
+        trainer.handle.load_state_dict(saved)
+
+
+def test_a_state_from_after_a_failure_on_one_rank_names_the_remedy(run_ranks: Any) -> None:
+    run_ranks(load_after_a_failure, 2)

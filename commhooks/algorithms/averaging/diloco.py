@@ -135,6 +135,8 @@ class DiLoCo(LocalSteps):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError for unequal nodes or more fragments than parameters or units."""
         super().prepare(parameters, group)
+        if self._schedule.names:  # registered again: averages are lost, and models have gone on
+            self.state, self._pending, self._sent, self._has_recovered = {}, {}, {}, False
         self._schedule.assign(parameters, self.model_info.units)
 
     def bucket_key(self, parameter: str) -> Hashable:  # noqa: ARG002
