@@ -415,6 +415,11 @@ def _check(hook: CommHook, manager: Manager) -> None:
                 f"hook {each!r} needs equal nodes, and the number of replicas changes with each "
                 "quorum"
             )
+        if each.name in ("auto", "guard") and getattr(each, "plan", None) is None:
+            raise CommHookError(
+                f"hook {each!r} decides by what the replicas have measured, which a new one does "
+                "not know; use the hook that it chooses, or `auto` with a plan"
+            )
     if is_elastic and manager._use_async_quorum:  # noqa: SLF001
         raise CommHookError(
             f"hook {hook!r} needs to know the members before a step; create the manager with "

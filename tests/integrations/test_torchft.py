@@ -26,6 +26,7 @@ from torchft.process_group import ProcessGroupGloo
 
 import commhooks
 from commhooks.integrations.torchft import DistributedDataParallel, register
+from commhooks.planning import Plan
 from commhooks.state import HookState
 
 TIMEOUT = 240.0
@@ -126,6 +127,16 @@ def test_hooks_that_need_a_fixed_group_are_refused(config: dict[str, Any], reaso
     manager: Any = None  # is not asked
     with pytest.raises(commhooks.CommHookError, match=reason):
         DistributedDataParallel(manager, ProcessGroupGloo(), make_net(), config)
+
+
+def test_hooks_that_decide_by_measurements_are_refused() -> None:
+    manager: Any = None  # is not asked
+    guard = {"name": "guard", "inner": "int8", "max_error": 0.1}
+    for config in ({"name": "auto"}, {"name": "skip_nonfinite", "inner": guard}):
+        with pytest.raises(commhooks.CommHookError, match="which a new one does not know"):
+            DistributedDataParallel(manager, ProcessGroupGloo(), make_net(), config)
+    fixed = {"name": "auto", "plan": Plan.exact("by the test")}
+    DistributedDataParallel(manager, ProcessGroupGloo(), make_net(), fixed)
 
 
 def observe(folder: Path) -> "weakref.ref[nn.Module]":
