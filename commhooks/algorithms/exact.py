@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from commhooks.algorithms.bucket_memory import PerBucketCache, part_length
+from commhooks.algorithms.bucket_memory import PerBucketCache, part_length, part_of
 from commhooks.codecs.rounding import bits_of, round_stochastically
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
@@ -100,6 +100,11 @@ class _Half(CommHook):
         average = self._round(
             total, 1.0, total.new_empty(total.shape, dtype=self.wire_dtype), f"{place}:average"
         )
+        if (
+            comm.contribution is not None
+        ):  # the second rounding of its part counts as this rank's own
+            own = comm.contribution[part_of(buffer.numel(), comm.size, comm.rank)]
+            own -= comm.size * (total - average)[: own.numel()]
         gathered = await comm.all_gather(average)
         return buffer.copy_(gathered.view(-1)[: buffer.numel()])
 

@@ -274,3 +274,11 @@ def count_bytes(rank: int, size: int) -> None:
 
 def test_wire(run_ranks: Any) -> None:
     run_ranks(count_bytes, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"stochastic": True}], ids=str)
+def test_both_roundings_of_two_shots_are_kept(run_ranks: Any, options: dict[str, Any]) -> None:
+    """Each rank counts that of the averages which it sends. With 3 ranks, parts differ."""
+    for size in (1, 3):
+        inner = {"name": "bf16", "two_shot": True, **options}
+        run_ranks(conserve, size, torch.float32, inner, 1e-5)

@@ -18,6 +18,8 @@ errors are at most q / (1 - decay * q) times the gradients.
 The paper has p = γ·g + e with the learning rate γ, which a hook does not know. Here the error is in
 the unit of the gradients, and does not change when the learning rate or a loss scale changes.
 
+Sums that an all-reduce rounds on its way are lost, as with ``bf16`` without ``two_shot``.
+
 If gradients are in half precision, p is not. The error then also holds what is lost by converting p
 to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
