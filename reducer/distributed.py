@@ -344,7 +344,8 @@ class DistributedDataParallel(Wrapper):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next step on, without a communication hook.
 
-        Buckets are rebuilt after the next step. A hook has to be registered again.
+        Buckets are rebuilt after the next step. A hook is not used again until `replace()` of its
+        handle is called, or `remove()`, after which one can be registered.
         """
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return

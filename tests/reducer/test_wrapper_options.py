@@ -371,6 +371,24 @@ def update_group_under_a_hook(rank: int, world_size: int) -> None:
     assert model.module[4].bias.grad.unique().item() == rows * (2.0 if rank == 2 else 0.5)
 
 
+def replace_after_a_change(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = DistributedDataParallel(make_net())
+    handle = commhooks.register(model, "int8")
+    model._update_process_group(groups[rank // 2])
+    with pytest.raises(commhooks.CommHookError, match=r"use replace\(\) of its handle"):
+        commhooks.register(model, "noop")
+    handle.replace("noop")
+    for _ in range(3):
+        model.zero_grad()
+        (model(inputs_of(0)) * rank).sum().backward()
+        assert model.module[4].bias.grad.unique().item() == len(inputs_of(0)) * rank
+
+
+def test_replacing_a_hook_after_a_change_of_the_process_group() -> None:
+    run_ranks(replace_after_a_change, 3)
+
+
 def test_removing_a_hook_after_a_change_of_the_process_group() -> None:
     run_ranks(update_group_under_a_hook, 3)
 
