@@ -1,6 +1,7 @@
 """The codec: numbers to messages of a few bits per number, and back."""
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,9 @@ class BlockCodec:
         self._block_size = block_size
         self._loops = native.CpuBlockCodec(number_format, block_size)
         self._rotated = rotated
+
+    def __reduce__(self) -> tuple[Any, ...]:  # hooks are copied and pickled with their codecs
+        return partial(BlockCodec, rotated=self._rotated), (self._format, self._block_size)
 
     def encoded_bytes(self, part_length: int) -> int:
         """Return the length of a message.

@@ -324,7 +324,7 @@ def _texts(kind: type) -> dict[str, str]:
             continue
         try:
             source = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, SyntaxError):
+        except (OSError, SyntaxError, TypeError):  # TypeError: the module is not in sys.modules
             continue
         assert isinstance(source, ast.ClassDef)
         for line, below in itertools.pairwise(source.body):

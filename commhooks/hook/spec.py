@@ -158,9 +158,16 @@ def _named(text: str, whole: str) -> tuple[str, str | None]:
     if match is None:
         raise _ill_formed(whole, f"{text.partition(':')[0]!r} is not a name")
     name, colon, attribute = match[1].partition(":")
-    if colon and name in available() and find_spec(name) is None:
+    if colon and name in available() and not _is_module(name):
         raise _ill_formed(whole, f"{attribute!r} is not option=value")
     return match[1], match[2]
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # of the package that the dots before it stand for
+        return False
 
 
 def _config(text: str, whole: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Hooks by name: created, listed, described, and provided by other packages."""
 
+import copy
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.hook import registry
 from commhooks.hook.options import Limits
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients
 
 NAMES = [
     "allreduce",
@@ -277,3 +281,53 @@ def test_every_hook_can_be_registered_by_its_name_or_says_what_it_needs(run_rank
 def test_wrappers_have_an_inner_hook_by_default(name: str, inner: str) -> None:
     assert commhooks.create(name) == commhooks.create(name, inner=inner)
     assert f"inner: CommHook = {inner!r}" in str(commhooks.describe(name))
+
+
+def test_hooks_are_described_without_their_source() -> None:
+    """Classes that cloudpickle sends, or that a program executes, have none."""
+    source = """
+import dataclasses, torch, commhooks
+@commhooks.register_hook("test_executed")
+@dataclasses.dataclass
+class Executed(commhooks.CommHook):
+    '''Averages in place.'''
+    level: int = 3
+    '''Not to be found.'''
+    async def reduce(self, bucket, comm):
+        return bucket.buffer()
+"""
+    exec(source, {"__name__": "test_of_no_module"})
+    text = str(commhooks.describe("test_executed"))
+    assert "Averages in place." in text
+    assert "level: int = 3" in text
+
+
+def pickled(hook: Any) -> Any:
+    return pickle.loads(pickle.dumps(hook))
+
+
+def copy_trained(rank: int, size: int, copied: Any) -> None:
+    """A copy has the state, and goes on with it alike."""
+    for name in ("int8", "onebit", "topk"):
+        hook = commhooks.create(name)
+        trainer = Trainer(hook)
+        for step in range(2):
+            trainer.step(draw_gradients(trainer.parameters, rank, step))
+        again = Trainer(commhooks.create(name))
+        again.handle.load_state_dict(trainer.handle.state_dict())
+        trainer.handle.replace(copied(hook))
+        for step in range(2, 5):
+            gradients = draw_gradients(trainer.parameters, rank, step)
+            assert same_bits(trainer.step(gradients), again.step(gradients))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["copy", "pickle"])
+def test_hooks_can_be_copied(run_ranks: Any, copied: Any) -> None:
+    run_ranks(copy_trained, 2, copied)
+
+
+def test_all_hooks_can_be_copied() -> None:
+    for name in commhooks.available():
+        if "needs" not in str(commhooks.describe(name)):
+            hook = commhooks.create(name)
+            assert copy.deepcopy(hook) == pickled(hook) == hook

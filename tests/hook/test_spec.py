@@ -1,7 +1,9 @@
 """Hooks parsed from text, and from what Python users have."""
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import my_hooks
@@ -160,3 +162,14 @@ def test_a_list_keeps_what_can_be_made() -> None:
     assert "did you mean 'int8'" in reasons["int9"]
     assert "it is not <= 1" in reasons["topk:density=9"]
     assert "needs the option 'rules'" in reasons["route"]
+
+
+def test_a_name_with_dots_is_no_module() -> None:
+    @commhooks.register_hook("test_acme.int4")
+    @dataclass
+    class Acme(commhooks.CommHook):
+        async def reduce(self, bucket: Any, comm: Any) -> Any:
+            return bucket.buffer()
+
+    with pytest.raises(CommHookError, match="'fast' is not option=value"):
+        parse_hook_specs(["test_acme.int4:fast"])
