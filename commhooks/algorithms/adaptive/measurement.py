@@ -108,11 +108,11 @@ class Measurement:
     def is_idle(self, step: int) -> bool:
         """Return whether nothing is to be measured, agreed on or moved to other hooks in this step.
 
-        The same on all ranks: a later step than that with the last new plan shows that it has
-        succeeded everywhere, so residuals have moved.
+        The same on all ranks: that the step after the one with the last new plan has succeeded
+        shows that residuals have moved everywhere, and that all ranks know it.
         """
         start = self.agreed.start
-        is_early = start is not None and self._followed < step < start
+        is_early = start is not None and self._followed + 1 < step < start
         return is_early and not self._agreement.is_open
 
     def begin_step(self, step: int) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -543,3 +543,38 @@ def alone(rank: int, size: int) -> None:
 
 def test_on_one_rank(run_ranks: Any) -> None:
     run_ranks(alone, 1)
+
+
+def fail_in_the_first_step_of_a_plan(rank: int, size: int) -> None:
+    """Rank 0 has sent the residuals of a bucket in the step that fails, rank 1 in the next one."""
+    failed: list[int] = []
+    with ExitStack() as stack:
+        links = Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["int4"], replan=30)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        exact = hook._table._hooks[0]
+        reduce = exact.reduce
+
+        async def reduce_and_fail(bucket: Any, comm: Any) -> Tensor:
+            average: Tensor = await reduce(bucket, comm)
+            is_new = hook._measuring._followed == bucket.step
+            if links.probe is FAST and bucket.is_last() and is_new:
+                failed.append(bucket.step)
+                if rank == 1 and len(failed) == 1:
+                    raise ValueError("by the test")
+            return average
+
+        exact.reduce = reduce_and_fail
+        for step in range(60):
+            if step == 40:
+                assert set(agree(hook).hook_of().values()) == {"allreduce", "int4"}
+                links.probe = FAST
+            with suppress(commhooks.CommHookError):
+                train(trainer, rank, range(step, step + 1))
+        assert failed[0] == failed[1]  # when it is repeated
+        assert set(agree(hook).hook_of().values()) == {"allreduce"}
+        assert trainer.model.reducer.steps == 59
+
+
+def test_ranks_go_on_in_cpp_in_the_same_step(run_ranks: Any) -> None:
+    run_ranks(fail_in_the_first_step_of_a_plan, 2)
