@@ -483,3 +483,22 @@ def load_after_a_failure(rank: int, size: int) -> None:
 
 def test_a_state_from_after_a_failure_on_one_rank_names_the_remedy(run_ranks: Any) -> None:
     run_ranks(load_after_a_failure, 2)
+
+
+def repeat_a_round(rank: int, size: int) -> list[tuple[int, int, bool, list[str]]]:
+    inner = Rounds()
+    options: dict[str, Any] = {"bucket_cap_mb": 1e-5, "stable_buckets": True}
+    trainer = Trainer(DiLoCo(period=1, inner=inner), {n: torch.zeros(8) for n in "ab"}, **options)
+    gradients = {name: torch.ones(8) for name in "ab"}
+    for _ in range(3):
+        saved = trainer.handle.state_dict()
+        trainer.step(gradients)
+    trainer.handle.load_state_dict(saved)
+    trainer.step(gradients)
+    return inner.calls
+
+
+def test_a_round_that_is_loaded_and_repeated_is_numbered_from_0(run_ranks: Any) -> None:
+    calls = run_ranks(repeat_a_round, 2)[0]
+    assert [call[:3] for call in calls[-2:]] == [(1, 0, False), (1, 1, True)]
+    assert calls[-4:-2] == calls[-2:]

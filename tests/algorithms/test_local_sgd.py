@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.lockstep import take_step
 from support.simulated_ranks import simulate
 from test_gossip import draw, loss_of, make_bucket, make_net, rows, train
 from torch import Tensor, nn
@@ -170,3 +171,18 @@ def test_stats_show_the_saving(run_ranks: Any) -> None:
     # One average, in step 4: buckets are rebuilt after step 0, and the count begins again.
     for _, _, wire_bytes, _ in results:
         assert wire_bytes == pytest.approx(all_reduce_bytes(8 * elements, 2) / 7)
+
+
+@pytest.mark.parametrize("between", ["recover", "load"])
+def test_a_step_that_is_repeated_is_measured_anew(between: str) -> None:
+    """Also if a state is loaded back to that step."""
+    hooks = [LocalSGD(period=1) for _ in range(2)]
+    models = [{"a": torch.full((4,), float(rank))} for rank in range(2)]
+    for _ in range(2):
+        take_step(hooks, [{"a": model["a"].clone()} for model in models], 3)
+        assert [hook.metrics()["consensus_distance"] for hook in hooks] == [1.0, 1.0]
+        for hook in hooks:
+            if between == "recover":
+                hook.recover()
+            else:
+                hook.load_state_dict(hook.state_dict())

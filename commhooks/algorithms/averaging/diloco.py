@@ -366,6 +366,7 @@ class DiLoCo(LocalSteps):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self._step = -1
         self._pending = {
             name: Pending.finished(entry.pop("outer_gradient"))
             for name, entry in self.state.items()

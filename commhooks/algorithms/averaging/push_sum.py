@@ -115,6 +115,7 @@ class PushSum(PeerToPeer):
 
     def recover(self) -> None:
         """Forget x and w: a message may be lost, or another model may have been loaded."""
+        super().recover()
         self.state = {}
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:

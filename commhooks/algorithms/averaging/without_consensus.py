@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,14 @@ class WithoutConsensus(CommHook):
         parameters = parameters_of(bucket)
         sent = sum(each.numel() * at_least_float32(each.dtype).itemsize for each in parameters)
         return all_reduce_bytes(sent, size)
+
+    def recover(self) -> None:
+        super().recover()
+        self._measured_step = -1  # the step is repeated
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._measured_step = -1
 
     def metrics(self) -> dict[str, float]:
         """Return ``consensus_distance`` once it has been measured."""
