@@ -76,7 +76,7 @@ class Resharding:
             if declared.per_element:
                 own = self._cut(total, name, part.gradients[name])
                 total = own.reshape(declared.shape)  # type: ignore[arg-type]
-            put(self._state, key, total)
+            put(self._state, key, total.to(declared.dtype or total.dtype))
         return self._state
 
     def _check(self, part: HookPart, name: str, entry: Mapping[str, Tensor]) -> None:
@@ -147,11 +147,10 @@ class Resharding:
         """Return a field as one of the old ranks had it, in the form of its gradient."""
         declared, value = part.declared(name)[field], entry.get(field)
         if value is not None and not declared.per_element:
-            return value.to(self._ranks.device)
+            return value.to(self._ranks.device, at_least_float32(value.dtype))
         gradient = part.gradients[name]
-        dtype = (
-            value.dtype if value is not None else declared.dtype or at_least_float32(gradient.dtype)
-        )
+        # A sum of errors in bfloat16 would lose what is small.
+        dtype = at_least_float32(declared.dtype or gradient.dtype if value is None else value.dtype)
         if self._keeps_shards:  # its positions in memory count, see CommHook.keep_own
             old = torch.zeros_like(gradient, dtype=dtype, device=self._ranks.device)
         else:

@@ -5,9 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.lockstep import LockstepCommunicator, make_bucket, take_step
+from support.lockstep import draw_gradients as draw
 from torch import Tensor
 
 import commhooks
+from commhooks.state.layout import Layout, Source
+from commhooks.state.resharding import Resharding
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -93,3 +97,49 @@ def test_small_gradients_accumulate(run_ranks: Any) -> None:
     """Rounded to nearest, an error above 0.25 would not change by 0.001."""
     for error in run_ranks(accumulates, 2):
         assert error == pytest.approx(0.6, rel=0.05)
+
+
+def average_many(rank: int, size: int) -> None:
+    """The mean of 300 errors in bfloat16, which has 8 bits: a sum in it would stop growing."""
+    hook = commhooks.create("topk", error_dtype="bfloat16")
+    trainer = Trainer(hook, {"w": torch.zeros(4)})
+    old = Layout(300, 1)
+    resharding = Resharding(hook, trainer.handle.adapter, old)
+    error = {"w": {"error": torch.full((4,), 3.0, dtype=torch.bfloat16)}}
+    resharding.add({Source("rank", number, old, 0): error for number in range(300)})
+    found = resharding.combine(resharding.described())["w"]["error"]
+    assert found.dtype == torch.bfloat16
+    assert found.tolist() == [3.0] * 4
+
+
+def test_the_mean_over_many_ranks(run_ranks: Any) -> None:
+    run_ranks(average_many, 1)
+
+
+def test_errors_of_averages_survive_a_step_that_fails() -> None:
+    """In other buckets they move to the errors of parameters, before the first message."""
+    hooks = [commhooks.create("int8", error_dtype="bfloat16") for _ in range(2)]
+    shapes = {"a": (100,), "b": (90,)}
+    for step in range(2):
+        take_step(hooks, [draw(shapes, rank, step, torch.float32) for rank in range(2)], step)
+
+    def unsent() -> Tensor:
+        total = torch.zeros(190)
+        for hook in hooks:
+            for name, own in zip("ab", total.split([100, 90]), strict=True):
+                entry = hook.state[name]
+                own += entry["error"].float()
+                if "average_error" in entry:
+                    start, error = int(entry["average_start"]), entry["average_error"]
+                    own[start : start + len(error)] += 2 * error
+        return total
+
+    before = unsent()
+    for rank, hook in enumerate(hooks):
+        gradients = draw(shapes, rank, 2, torch.float32)
+        bucket = make_bucket({name: gradients[name] for name in "ba"}, 2)  # other parts
+        run: Any = hook.reduce(bucket, LockstepCommunicator(rank, 2, 2))  # type: ignore[arg-type]
+        run.send(None)
+        with pytest.raises(ValueError, match="lost"):
+            run.throw(ValueError("lost"))
+    torch.testing.assert_close(unsent(), before, rtol=0, atol=2**-7 * before.abs().max().item())

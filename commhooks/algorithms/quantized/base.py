@@ -67,7 +67,7 @@ from commhooks.algorithms.bucket_memory import (
 from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.finite import copy_if
 from commhooks.codecs.formats import Format
-from commhooks.codecs.rounding import bits_of
+from commhooks.codecs.rounding import bits_of, round_stochastically
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState
 from commhooks.hook.state import StateField
@@ -161,7 +161,7 @@ class Quantized(KeepsErrors):
         part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
         average_error = None
         if own_error is not None:
-            average_error = self._average_error(bucket, comm.size, part, own_error)
+            average_error = self._average_error(bucket, comm, part, own_error)
         keep_residual = self.error_feedback or tells_contribution
         # Without stochastic rounding only the signs of zeros are random: a graph may repeat them.
         step = comm.step if self.capturable_from is None else "any"
@@ -199,7 +199,7 @@ class Quantized(KeepsErrors):
         return buffer if values is buffer else buffer.copy_(values)
 
     def _average_error(
-        self, bucket: GradBucket, size: int, part: slice, own_error: Tensor
+        self, bucket: GradBucket, comm: Communicator, part: slice, own_error: Tensor
     ) -> Tensor:
         """Return the errors of the averages of ``part``, in which a step may store new ones.
 
@@ -207,7 +207,10 @@ class Quantized(KeepsErrors):
         """
         kept_part, average = self._average_errors.get(bucket) or (None, None)
         if average is None or kept_part != part:
-            average = _rebuild_average_error(bucket, size, part, self.state, own_error)
+            average = _rebuild_average_error(bucket, comm.size, part, self.state, own_error)
+            if self.error_dtype is not None:  # what has moved is nowhere else, if the step fails
+                seed = bits_of(f"moved:{bucket.key}:{comm.step}:{comm.rank}")
+                round_stochastically(own_error, 1.0, self._errors.of(bucket, self.state), seed)
             self._average_errors.put(bucket, (part, average))
         return average
 
