@@ -143,3 +143,14 @@ def test_errors_of_averages_survive_a_step_that_fails() -> None:
         with pytest.raises(ValueError, match="lost"):
             run.throw(ValueError("lost"))
     torch.testing.assert_close(unsent(), before, rtol=0, atol=2**-7 * before.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "threshold", "powersgd"])
+def test_hooks_without_errors_round_none(name: str) -> None:
+    """So a graph can capture them, where that is possible at all."""
+    plain, small = (
+        commhooks.create(name, **HOOKS[name] | {"error_feedback": False}, **options)
+        for options in ({}, {"error_dtype": "bfloat16"})
+    )
+    assert small.capturable_from == plain.capturable_from
+    assert commhooks.create(name, **HOOKS[name], error_dtype="bfloat16").capturable_from is None

@@ -166,7 +166,8 @@ class PowerSGD(CommHook):
     @property
     def capturable_from(self) -> int | None:
         is_alike = self.warm_start and (self.two_sided or self.rounds % 2 == 0)
-        return self.start_step if is_alike and self.error_dtype is None else None
+        is_random = self.error_feedback and self.error_dtype is not None
+        return self.start_step if is_alike and not is_random else None
 
     def _sides(self, step: int) -> list[Side]:
         """Return the side that each half step computes. One-sided, steps go on in turn."""

@@ -115,8 +115,8 @@ class Quantized(KeepsErrors):
     @property
     def capturable_from(self) -> int | None:
         formats = self.number_format(), self.average_format()
-        is_random = self.error_dtype or any(each.is_stochastic for each in formats)
-        return None if is_random else 0
+        is_random = any(each.is_stochastic for each in formats)
+        return None if is_random or (self.error_feedback and self.error_dtype) else 0
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         if not self.error_feedback:

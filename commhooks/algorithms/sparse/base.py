@@ -40,7 +40,7 @@ class WarmedUp(SparseHook):
 
     @property
     def capturable_from(self) -> int | None:
-        return None if self.error_dtype else self.warmup_steps
+        return None if self.error_feedback and self.error_dtype else self.warmup_steps
 
     def sent_elements(self, bucket: GradBucket, numel: int) -> int:
         """Return how many of ``numel`` elements of a bucket are sent in its step.
