@@ -34,4 +34,4 @@ class Elastic(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Keep what steps have changed. Exchanges that are still on their way can be undone."""
+        """Keep what steps have changed. Exchanges remain undoable until their results are taken."""

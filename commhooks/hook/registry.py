@@ -1,8 +1,4 @@
-"""Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``.
-
-A class may have ``needs``, a tuple of texts: what registering the hook by its name alone needs,
-besides options without a default.
-"""
+"""Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``."""
 
 import inspect
 import re

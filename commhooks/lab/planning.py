@@ -200,7 +200,7 @@ class _GroupedModel(ProfiledModel):
         parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
         trial, step = Trial(hook, parameters, self._group, self.roles), self.job.first_step
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
-        coroutine = trial.run(sample, Communicator(self._group, step=step, key=sample.key))
+        coroutine = trial.measure(sample, Communicator(self._group, step=step, key=sample.key))
         while True:
             try:
                 pending = coroutine.send(None)

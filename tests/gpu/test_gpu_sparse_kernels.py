@@ -163,5 +163,5 @@ def test_what_low_rank_compression_sends_and_keeps(dtype):
         total, finite = compressor.message(Side.RIGHT, half.mean, None)
         finite = compressor.average(total.mul_(2), 2, finite)
         assert finite == (number == 0.5)
-        compressor.keep(half, finite)
+        compressor.store_factors(half, finite)
         assert torch.equal(kept, half.mean[:sent] if finite else before)

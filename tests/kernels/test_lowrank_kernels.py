@@ -356,9 +356,9 @@ def test_vectors_of_zeros_are_not_kept(side, is_emulated):
         compressor = bucket.compressor()
         kept = bucket.plan.factors(side, compressor.factors[side])
         before = [F.clone() for F in kept]
-        compressor.keep(half, torch.tensor(False))
+        compressor.store_factors(half, torch.tensor(False))
         assert all(map(torch.equal, kept, before))
-        compressor.keep(half, torch.tensor(True))
+        compressor.store_factors(half, torch.tensor(True))
     for found, new, old in zip(kept, fresh, before, strict=True):
         new.select(dim, -1)[-1] = old.select(dim, -1)[-1]
         assert torch.equal(found, new)
@@ -385,6 +385,6 @@ def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, shapes, count, dtyp
         total, finite = compressor.message(Side.RIGHT, own, None)
         finite = compressor.average(total, 2, finite)
         compressor.apply([half], half, bucket.buffer, finite)
-        compressor.keep(half, finite)
+        compressor.store_factors(half, finite)
     assert len(launched) == count
     assert len(set(launched)) == count - (count > 6)

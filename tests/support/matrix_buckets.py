@@ -160,4 +160,4 @@ def every_kernel() -> None:
         total, finite = compressor.message(side, own, finite)
         finite = compressor.average(total, 2, finite)
     compressor.apply([half], half, bucket.buffer, half.all_finite)
-    compressor.keep(half, half.all_finite)
+    compressor.store_factors(half, half.all_finite)

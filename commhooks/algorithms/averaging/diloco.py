@@ -272,7 +272,7 @@ class DiLoCo(LocalSteps):
         finite = torch.stack(list(map(all_finite, averages))).all()
         if is_known_false(finite):
             return finite
-        self.keep(parameters)
+        self.remember(parameters)
         entries = [self._entry(name, parameter) for name, parameter in parameters.items()]
         state = ([entry[name] for entry in entries] for name in ("anchor", "momentum"))
         for some, anchors, momenta, d in pieces(list(parameters.values()), *state, gradients):

@@ -107,7 +107,7 @@ class Gossip(PeerToPeer):
     async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
         own = pack(parameters_of(bucket))
         difference = (await self._sendrecv(own, bucket, comm)).sub_(own)
-        self.measure(bucket.step, [[difference]], partner_of=comm.size)
+        self.measure(bucket.step, [[difference]], ranks_if_partner=comm.size)
         store(own.add_(difference, alpha=0.5), parameters_of(bucket))
 
     def _sendrecv(

@@ -114,7 +114,7 @@ class LocalSteps(WithoutConsensus, Elastic):
                     self.state[name] = entry
         self._before.clear()
 
-    def keep(self, parameters: Mapping[str, Tensor]) -> None:
+    def remember(self, parameters: Mapping[str, Tensor]) -> None:
         """Remember parameters and their states before they change, if commits are followed."""
         if self._follows_commits:
             for name, parameter in parameters.items():
@@ -143,7 +143,7 @@ class LocalSteps(WithoutConsensus, Elastic):
         own = list(parameters.values())
         mean = await self.mean_of(own, step, comm)
         finite = all_finite(mean)
-        self.keep(parameters)
+        self.remember(parameters)
         for means, some in pieces(unpack(mean, own), own):
             store_if(finite, means, some)
         return finite

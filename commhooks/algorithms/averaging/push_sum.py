@@ -81,7 +81,7 @@ class PushSum(PeerToPeer):
             )
             if len(received) > 0:
                 difference = _debiased(received[0], bucket) - _debiased(half, bucket)
-                self.measure(bucket.step, [[difference]], partner_of=comm.size)
+                self.measure(bucket.step, [[difference]], ranks_if_partner=comm.size)
             self._keep(bucket, half.add_(received.sum(0)))
         return bucket.buffer()
 

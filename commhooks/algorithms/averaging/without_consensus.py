@@ -39,19 +39,20 @@ class WithoutConsensus(CommHook):
         self._squares: list[HostCopy] = []
 
     def measure(
-        self, step: int, differences: Iterable[Sequence[Tensor]], *, partner_of: int = 0
+        self, step: int, differences: Iterable[Sequence[Tensor]], *, ranks_if_partner: int = 0
     ) -> None:
-        """Add one bucket's differences from the mean or, of ``partner_of`` ranks, from a partner.
+        """Add one bucket's differences from the mean, or from a partner.
 
         ``differences``: lists of tensors, of which one at a time is in memory.
+        ``ranks_if_partner``: the number of ranks, if it is from a partner.
         """
         norms = list[Tensor]()
         for some in differences:
             norms += torch._foreach_norm(list(some), dtype=at_least_float32(some[0].dtype))  # noqa: SLF001
         square = torch.stack(norms).double().square().sum()
-        if partner_of:
+        if ranks_if_partner:
             # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².
-            square *= (partner_of - 1) / (2 * partner_of)
+            square *= (ranks_if_partner - 1) / (2 * ranks_if_partner)
         if step != self._measured_step:
             self._measured_step, self._squares = step, []
         self._squares.append(HostCopy(square))

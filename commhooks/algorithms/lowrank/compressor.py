@@ -211,7 +211,7 @@ class Compressor:
                 self.plan.exact_parts(buffer), self.plan.exact_parts_behind(first.side, exact_mean)
             )
 
-    def keep(self, half: HalfStep, all_finite: Tensor) -> None:
+    def store_factors(self, half: HalfStep, all_finite: Tensor) -> None:
         """Store the mean factors to start from them again, except for vectors of zeros.
 
         A matrix of zeros, or of a lower rank than r, has factors with vectors of zeros, from which

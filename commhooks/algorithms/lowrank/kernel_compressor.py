@@ -233,7 +233,7 @@ class KernelCompressor(Compressor):
         kernel = kernel_name("apply", self._type, self._element)
         launch(LOWRANK, kernel, step, grid=self._blocks)
 
-    def keep(self, half: HalfStep, all_finite: Tensor) -> None:
+    def store_factors(self, half: HalfStep, all_finite: Tensor) -> None:
         side = half.side
         arguments = (all_finite, self._table, side, half.mean, self.factors[side])
         parts = min(_MOST_KEEPERS, blocks_for(self._bases[side].longest, _KEPT_PER_BLOCK))

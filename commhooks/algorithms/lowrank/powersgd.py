@@ -189,7 +189,7 @@ class PowerSGD(CommHook):
         compressor.apply(sent, halves[0], buffer, all_finite)
         for half in sent:
             if half.side in compressor.factors:
-                compressor.keep(half, all_finite)
+                compressor.store_factors(half, all_finite)
 
     def _make_compressor(self, bucket: GradBucket) -> Compressor:
         return make_compressor(

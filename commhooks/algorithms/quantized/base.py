@@ -49,6 +49,8 @@ Numbers are quantized twice, first each rank's own and then their average. If ea
 left out, then
 
     q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
+
+For unbiased rounding, the same holds for the shares of expected squares of norms.
 """
 
 from collections.abc import Mapping, Sequence

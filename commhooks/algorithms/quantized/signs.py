@@ -61,8 +61,8 @@ class SignSGD(QuantizedWithFeedback):
 
     With error feedback (EF-signSGD) it is biased in each step and exact over steps. By majority
     vote (signSGD) it is biased, there are no errors, and y = sign(sum of the ranks' signs) · mean
-    of their scales. The papers' vote has no scale, and leaves the length of a step to the learning
-    rate. With the scale the result has the size of the gradients, as that of other hooks. Zeros get
+    of their scales · share of the block without a tie, which is about half with 2 unrelated ranks.
+    The papers' vote has no scale, and leaves the length of a step to the learning rate. Zeros get
     random signs, and so do numbers on which the vote is a tie.
 
     Its steps are shorter than the gradients, so errors are sent late. It loses much in short

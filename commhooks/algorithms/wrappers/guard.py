@@ -103,7 +103,7 @@ class Guard(CommHook):
             sample = draw_sample(bucket, bucket.names, _MOST_SAMPLE, residual=residual, turn=turn)
         average = await self._table.reduce(bucket, comm)
         if sample is not None:
-            squares = await self._trial.run(sample, comm)
+            squares = await self._trial.measure(sample, comm)
             self._found = comm.step, HostCopy(await comm.all_gather(squares))
         return average
 

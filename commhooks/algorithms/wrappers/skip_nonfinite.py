@@ -87,9 +87,9 @@ class SkipNonfinite(CommHook):
         super().__post_init__()
         # On the gradients' device, so that the host waits for it only if they are read: the
         # skipped steps and buckets before the last step, and of each bucket of the last step, ()
-        # bool, whether it was kept.
+        # bool, whether it was finite.
         self._skipped: tuple[Tensor | int, Tensor | int] = (0, 0)
-        self._kept: list[Tensor] = []
+        self._were_finite: list[Tensor] = []
         self._passed_on = 0  # buckets of this step that the inner hook got
         self._withheld: list[str] = []  # parameters of the buckets that it did not get
         self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
@@ -107,7 +107,7 @@ class SkipNonfinite(CommHook):
         super().prepare(parameters, group)
         # On a device they belong to the stream of an earlier registration.
         steps, buckets = self._totals()
-        self._skipped, self._kept = (int(steps), int(buckets)), []
+        self._skipped, self._were_finite = (int(steps), int(buckets)), []
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         inner = self.inner.collectives(rank, size)
@@ -130,7 +130,7 @@ class SkipNonfinite(CommHook):
         finite = all_finite(average) > is_dropped
         if is_known_false(finite):
             return self._drop(bucket, finite)
-        self._kept.append(finite)
+        self._were_finite.append(finite)
         return select(finite, average, 0.0)
 
     @property
@@ -168,22 +168,22 @@ class SkipNonfinite(CommHook):
 
     def _begin_step(self) -> None:
         self._undo()
-        self._skipped, self._kept = self._totals(), []
+        self._skipped, self._were_finite = self._totals(), []
         self._passed_on = 0
         self._withheld = []
         if self.whole_steps:
             self._before = self.inner.state_dict()
 
     def _drop(self, bucket: GradBucket, finite: Tensor) -> Tensor:
-        self._kept.append(finite)
+        self._were_finite.append(finite)
         return bucket.buffer().zero_()
 
     def _dropped(self) -> Tensor | int:
         """Return the number of buckets dropped in the last step."""
-        if not self._kept:
+        if not self._were_finite:
             return 0
-        device = self._kept[0].device
-        return torch.stack([kept.to(device) for kept in self._kept]).logical_not().sum()
+        device = self._were_finite[0].device
+        return torch.stack([each.to(device) for each in self._were_finite]).logical_not().sum()
 
     def _totals(self) -> tuple[Tensor | int, Tensor | int]:
         """Return the numbers of skipped steps and buckets, including the last step."""

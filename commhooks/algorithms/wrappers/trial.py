@@ -80,8 +80,8 @@ class Trial:
         copy = bucket_with(sample, sample.buffer().clone())
         return await self._hook.reduce(copy, comm.within(self._hook, key=sample.key))
 
-    async def run(self, sample: GradBucket, comm: Communicator) -> Tensor:
-        """Return the :func:`squares_of` a hook that has sent all of its errors.
+    async def measure(self, sample: GradBucket, comm: Communicator) -> Tensor:
+        """Return the :func:`squares_of` the average of a hook that has no errors to send.
 
         What it learns from step to step, such as the factors of PowerSGD, it learns first.
         """
