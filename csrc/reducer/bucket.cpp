@@ -141,7 +141,7 @@ void Bucket::begin_step() {
   streams_.clear();
   if (transport_ && flat_.defined() && flat_.const_data_ptr() != flat_data_) {
     // A user has moved gradients, which are views, with share_memory() for example.
-    kept_.push_back(std::exchange(flat_, {}));
+    moved_ = std::exchange(flat_, {});
   }
 }
 
@@ -153,6 +153,7 @@ void Bucket::end_step() {
   sources_.clear();
   destinations_.clear();
   kept_.clear();
+  moved_.reset();
   finite_.reset();
 }
 
@@ -198,15 +199,13 @@ void Bucket::gather(const PackFormat& format, size_t i) {
   if (is_plain(grad, i)) {
     pieces_.push_back({grad.data_ptr(), at_offset(target, layout_->offsets[i]), grad.numel()});
     pieces_numel_ += grad.numel();
+    kept_.push_back(grad.storage());
   } else {
     sources_.push_back(grad.detach());
     destinations_.push_back(view(target, i));
   }
   if (grads_are_views_ && !is_view) {
     store_.set(parameters_[i], own_view(i));
-    kept_.push_back(grad);
-  } else if (!grad.is_alias_of(original)) {
-    kept_.push_back(grad);  // a temporary copy
   }
 }
 

@@ -176,10 +176,11 @@ class Bucket {
   int64_t pieces_numel_ = 0;
   std::vector<at::Tensor> sources_;  // gradients that are not pieces, copied together as well
   std::vector<at::Tensor> destinations_;
-  bool packs_all_ = true;         // no gradient was already in place
-  at::Tensor finite_;             // whether the packed gradients are finite
-  std::vector<at::Tensor> kept_;  // owns the memory that `pieces_` point to
-  StreamTrail streams_;           // streams that used the bucket or its gradients in this step
+  bool packs_all_ = true;           // no gradient was already in place
+  at::Tensor finite_;               // whether the packed gradients are finite
+  std::vector<c10::Storage> kept_;  // what `pieces_` point to: hooks of users may free gradients
+  at::Tensor moved_;                // what `flat_` was until a user moved it
+  StreamTrail streams_;             // streams that used the bucket or its gradients in this step
 };
 
 }  // namespace commhooks

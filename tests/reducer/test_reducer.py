@@ -484,3 +484,37 @@ def builtin_hooks(rank: int, world_size: int) -> None:
 
 def test_builtin_hooks_average_as_in_torch() -> None:
     run_ranks(builtin_hooks, 2)
+
+
+def clear_earlier(rank: int, world_size: int, way: str) -> None:
+    """A hook on a later gradient frees an earlier one, as LOMO's does, and its memory is reused."""
+
+    def gradients(wrapper: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False))
+        model = wrapper(net)
+        others: list[torch.Tensor] = []
+
+        def clear(grad: torch.Tensor) -> torch.Tensor:
+            assert net[1].weight.grad is not None
+            if way == "data":
+                net[1].weight.grad.data = torch.zeros(200, 200)
+            else:
+                net[1].weight.grad = None
+            others.extend(torch.full((200, 200), 7.0) for _ in range(4))
+            return grad
+
+        net[0].weight.register_hook(clear)
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            model(torch.full((1, 200), 1.0 + rank + step)).sum().backward()
+            seen += [p.grad.clone() for p in net.parameters()]
+        return seen
+
+    assert_same(gradients(DistributedDataParallel), gradients(TorchDDP), world_size)
+
+
+@pytest.mark.parametrize("way", ["grad", "data"])
+def test_gradients_that_a_hook_frees_are_averaged_nevertheless(way: str) -> None:
+    run_ranks(clear_earlier, 2, way)
