@@ -8,9 +8,8 @@
 
 namespace commhooks {
 
-// Called in a `catch` block. Throws the error that the exception under way means to users; returns
-// if it stays what it is, as its reason is not the loss of a peer. `what` was under way in `group`.
-// Set once, by the bindings: the error is one of Python.
+// Called in a `catch` block. Throws the error that the exception under way means to users. `what`
+// was under way in `group`. Set once, by the bindings: the error is one of Python.
 inline void (*throw_peer_error)(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) = nullptr;
 

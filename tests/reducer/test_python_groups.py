@@ -1,6 +1,7 @@
 """Process groups that are written in Python, as in torch's test_c10d_pypg."""
 
 import contextvars
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.testing import run_ranks
 
 
 class Answer(dist.Work):
@@ -110,3 +112,28 @@ def test_collectives_do_not_keep_the_context_of_backward(hook: str | None) -> No
     assert seen == [True] * 3  # for others it is there
     assert len(group.states_in_backward) >= 3
     assert not any(group.states_in_backward)
+
+
+class Failing(Doubling):
+    fails = False
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        if self.fails:
+            raise ValueError("no quorum")
+        return super().allreduce(tensors, options)
+
+
+def fail_in_a_collective(rank: int, world_size: int) -> None:
+    group = Failing(None, by_future=True)
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+    for step in range(5):
+        group.fails = step % 2 == 1
+        model.zero_grad()
+        with pytest.raises(ValueError, match="no quorum") if group.fails else nullcontext():
+            model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.full((1, 2), 2.0))
+
+
+def test_errors_of_groups_in_python_reach_the_caller() -> None:
+    """They ended the process."""
+    run_ranks(fail_in_a_collective, 1)

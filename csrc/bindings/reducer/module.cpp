@@ -12,20 +12,21 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// Rethrows the current exception as CommHookPeerError if reducer/peers.py attributes it to a lost
-// peer.
+// Rethrows the current exception, as CommHookPeerError if reducer/peers.py attributes it to a lost
+// peer; in a form that autograd passes from its threads to the caller of backward.
 void rethrow_as_peer_error(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what) {
   py::gil_scoped_acquire gil;
   torch::translate_exception_to_python(std::current_exception());
-  const py::error_already_set original;
+  py::error_already_set original;
   const py::object meant =
       py::module_::import("reducer.peers").attr("peer_error")(group, what, original.value());
   if (meant.is(original.value())) {
-    return;
+    original.restore();
+  } else {
+    PyErr_SetObject(py::type::handle_of(meant).ptr(), meant.ptr());
   }
-  PyErr_SetObject(py::type::handle_of(meant).ptr(), meant.ptr());
-  python_error error;  // which autograd passes from its threads to the caller of backward
+  python_error error;  // unlike `original`, it can be translated to Python twice
   error.persist();
   throw std::move(error);
 }
