@@ -95,7 +95,8 @@ class ShadowHook(JoinHook):
     ``divide_by_initial_world_size``: count ranks without inputs in the average. Join passes all
     options to all of its objects, so this one ignores options that it does not know.
 
-    Raises ValueError if ranks without inputs shall not count, but the hook averages no gradients.
+    Raises ValueError if ranks without inputs shall not count, but the hook averages no gradients;
+    or if parameters have process groups of their own, in which other ranks finish last.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class ShadowHook(JoinHook):
         **_of_others: Any,
     ) -> None:
         super().__init__()
+        if model.options.group_keys.process_groups:
+            raise ValueError(
+                "join() copies the model of the rank that finishes last to all ranks, but not all "
+                "share the parameters in key_process_groups: give all ranks equally many inputs"
+            )
         if not divide_by_initial_world_size and not model.hook_registration.averages_gradients:
             raise ValueError(
                 "divide_by_initial_world_size=False averages gradients over the ranks that have "

@@ -19,6 +19,7 @@ from commhooks.adapters.handle import handle_of
 from commhooks.errors import CommHookError, CommHookMismatchError
 from commhooks.hook.base import CommHook, tree
 from reducer.peers import collective
+from reducer.wrapper import Wrapper
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,9 +80,10 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
 
     Where hooks let the models differ on purpose (``consensus = False``), nothing is compared, other
     than in steps before which such a hook declares them equal, as ``local_sgd`` before its
-    ``start_step``. Parameters that the wrapper was told to ignore may differ. Nothing is compared
-    from the first ``model.join()`` on: ranks without inputs call no forward, and torch does
-    not tell when the context has ended.
+    ``start_step``. Parameters that the wrapper was told to ignore, or that have a process group of
+    their own (``key_process_groups``), may differ. Nothing is compared from the first
+    ``model.join()`` on: ranks without inputs call no forward, and torch does not tell when the
+    context has ended.
 
     Args:
         model: A model with a registered hook, in any form that :func:`register` accepts. What is
@@ -111,6 +113,8 @@ def check_replicas(model: nn.Module, *, every: int = 100) -> RemovableHandle:
         )
     if not isinstance(every, int) or every < 1:
         raise CommHookError(f"check_replicas: expected an integer every >= 1, found {every!r}")
+    if not _averaged(unwrap(model)):
+        raise CommHookError("check_replicas: expected a parameter that is averaged over all ranks")
     check = _ReplicaCheck(handle.adapter, every)
     # First, because that of FSDP2 gathers the parameters.
     return unwrap(model).register_forward_pre_hook(check, prepend=True)
@@ -164,13 +168,15 @@ def _may_be_uneven(model: nn.Module) -> bool:
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters but those that the wrapper was told to ignore."""
+    """Return the parameters that are averaged over the process group of the model."""
     ignored = getattr(model, "parameters_to_ignore", ())
+    keys = model.options.group_keys if isinstance(model, Wrapper) else None
     named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
     return {
         name: parameter
         for name, parameter in named
         if name not in ignored
+        and (keys is None or keys.process_group(name, parameter) is None)
         and (isinstance(parameter, DTensor) or not isinstance(model, FSDPModule))
     }
 

@@ -327,3 +327,30 @@ def misuse(rank: int, world_size: int) -> None:
 
 def test_misuse() -> None:
     run_ranks(misuse, 1)
+
+
+def own_experts(rank: int, world_size: int) -> None:
+    """The rank's own expert differs from the others', and only the rest is compared."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+
+    def wrap(is_expert: Any) -> Any:
+        net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3))
+        key = {"group_key": is_expert, "key_process_groups": {True: groups[rank]}}
+        return DistributedDataParallel(net, hook="allreduce", **key)
+
+    model = wrap(lambda name, _: name.startswith("1."))
+    check_replicas(model, every=1)
+    with torch.no_grad():
+        model.module[1].weight.fill_(float(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 4)
+    if rank == 1:
+        spoil(model.module[0].bias)
+    with pytest.raises(CommHookMismatchError, match=r"is 0\.bias"):
+        train(model, optimizer, rank, 2)
+    with pytest.raises(CommHookError, match="expected a parameter that is averaged over all ranks"):
+        check_replicas(wrap(lambda *_: True))
+
+
+def test_parameters_with_a_process_group_of_their_own_may_differ() -> None:
+    run_ranks(own_experts, 2)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.of_ranks import same_on_all_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -271,3 +272,27 @@ def disabled(rank: int, world_size: int) -> None:
 
 def test_join_can_be_disabled() -> None:
     run_ranks(disabled, 2)
+
+
+def join_with_experts(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    model = DistributedDataParallel(
+        Net(),
+        group_key=lambda name, _: "layers.2" in name,
+        key_process_groups={True: groups[rank]},
+    )
+    with pytest.raises(ValueError, match=r"not all share .* key_process_groups"):
+        model.join()
+    expert = model.module.layers[2]
+    with torch.no_grad():
+        expert.weight.fill_(float(rank))
+    for step in range(3):
+        model.zero_grad()
+        model(inputs_of(rank, step)).square().mean().backward()
+    equal = [same_on_all_ranks(p.grad) for p in model.parameters()]
+    assert equal == [True, True, False, False]
+    assert torch.equal(expert.weight, torch.full((3, 7), float(rank)))
+
+
+def test_experts_are_not_overwritten_by_those_of_the_last_rank() -> None:
+    run_ranks(join_with_experts, 2)
