@@ -164,7 +164,10 @@ def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
     theirs = of_ranks[rank]
     for index, (a, b) in enumerate(zip(reference, theirs, strict=False)):
         if a != b:
-            difference = f"parameter {index} is {_text(a)} on rank 0 but {_text(b)} on rank {rank}"
+            difference = (
+                f"entry {index} of the parameters and buffers is {_text(a)} on rank 0 but "
+                f"{_text(b)} on rank {rank}"
+            )
             break
     else:
         extra = max(reference, theirs, key=len)[min(len(reference), len(theirs))]
@@ -196,7 +199,7 @@ def make_reducer(
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     sparse = sparse_parameters(module)
     settings = native.ReducerOptions()
-    options.group_keys.number(trained, settings)
+    options.group_keys.number(named_parameters, settings)
     settings.names = [name for name, _ in trained]
     settings.sparse = [parameter in sparse for _, parameter in trained]
     settings.bucket_bytes = list(options.bucket_bytes)

@@ -55,19 +55,22 @@ class GroupKeys:
     def number(self, named_parameters: NamedParameters, settings: native.ReducerOptions) -> None:
         """Set the keys of ``settings``: numbers, in the order of first appearance.
 
-        They are equal on all ranks if the parameters are. Raises ValueError if a process group has
-        a key that no parameter has.
+        They are equal on all ranks if the parameters that require a gradient are. Raises ValueError
+        if a process group has a key that no parameter has, frozen ones included.
         """
-        keys = [self._key(name, parameter) for name, parameter in named_parameters]
-        if unknown := self.process_groups.keys() - set(keys):
+        keys = {name: self._key(name, parameter) for name, parameter in named_parameters}
+        if unknown := self.process_groups.keys() - set(keys.values()):
             raise ValueError(
                 "key_process_groups has keys that group_key gives to no parameter: "
-                f"{sorted(unknown, key=str)}; it gives {sorted(set(keys), key=str)}."
+                f"{sorted(unknown, key=str)}; it gives {sorted(set(keys.values()), key=str)}."
             )
         numbers: dict[tuple[Hashable, bool], int] = {}
         settings.keys = [
-            numbers.setdefault((key, name in self.sharded and key != _DELAYED), len(numbers))
-            for key, (name, _) in zip(keys, named_parameters, strict=True)
+            numbers.setdefault(
+                (keys[name], name in self.sharded and keys[name] != _DELAYED), len(numbers)
+            )
+            for name, parameter in named_parameters
+            if parameter.requires_grad
         ]
         settings.key_groups = {
             number: self.process_groups[key]
@@ -77,9 +80,16 @@ class GroupKeys:
         settings.late_key = numbers.get((_DELAYED, False))
 
     def _key(self, name: str, parameter: nn.Parameter) -> Hashable:
-        if name in self._delayed:
-            return _DELAYED
-        return None if self._key_of is None else self._key_of(name, parameter)
+        key = None if self._key_of is None else self._key_of(name, parameter)
+        if name not in self._delayed:
+            return key
+        if key in self.process_groups:
+            raise ValueError(
+                f'"{name}" has a process group of its own, that of the key {key!r}, but delayed '
+                "parameters are averaged over all ranks: leave it out of "
+                "delay_all_reduce_named_params, or its key out of key_process_groups"
+            )
+        return _DELAYED
 
 
 @dataclass(frozen=True, kw_only=True)

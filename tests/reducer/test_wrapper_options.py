@@ -404,3 +404,49 @@ def without_hooks(rank: int, world_size: int) -> None:
 
 def test_remove_autograd_hooks() -> None:
     run_ranks(without_hooks, 2)
+
+
+def delayed_expert(rank: int, world_size: int, init_sync: bool) -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    net = make_net()
+    with torch.no_grad():
+        net[2].weight.fill_(float(rank))
+    late = [("2.weight", net[2].weight)]
+    with pytest.raises(ValueError, match=r'"2\.weight" has a process group of its own.*\'expert\''):
+        DistributedDataParallel(
+            net,
+            group_key=lambda name, _: "expert" if name.startswith("2.") else "shared",
+            key_process_groups={"expert": groups[rank]},
+            delay_all_reduce_named_params=late,
+            param_to_hook_all_reduce=net[2].weight,
+            init_sync=init_sync,
+        )
+    assert torch.equal(net[2].weight, torch.full_like(net[2].weight, float(rank)))
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_delayed_parameters_have_no_process_group_of_their_own(init_sync: bool) -> None:
+    """They lost it without an error."""
+    run_ranks(delayed_expert, 2, init_sync)
+
+
+def frozen_experts(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    net = make_net()
+    net[2].requires_grad_(False)
+    with torch.no_grad():
+        net[2].weight.fill_(float(rank))
+    model = DistributedDataParallel(
+        net,
+        group_key=lambda name, _: "expert" if name.startswith("2.") else "shared",
+        key_process_groups={"expert": groups[rank % 2]},
+    )
+    for step in range(3):
+        model.zero_grad()
+        model(inputs_of(rank, step)).square().mean().backward()
+    assert torch.equal(net[2].weight, torch.full_like(net[2].weight, float(rank % 2)))
+    assert all(same_on_all_ranks(p.grad) for p in net.parameters() if p.requires_grad)
+
+
+def test_frozen_experts_are_those_of_their_process_group() -> None:
+    run_ranks(frozen_experts, 4)
