@@ -31,7 +31,7 @@ from reducer.extension import ENGINE
 from reducer.hook_registration import HookRegistration, check_annotations
 from reducer.join import ShadowHook, StepPlan, UnevenInputs
 from reducer.logging_data import StepSampler, logging_data, records_errors
-from reducer.mixed_precision import CastModule
+from reducer.mixed_precision import ParameterCasts
 from reducer.native import AverageHook, GradBucket, HostGroup
 from reducer.nested_tensors import tensors_in, through_sink
 from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
@@ -204,7 +204,7 @@ class DistributedDataParallel(Wrapper):
     def _set_up(self, host: HostGroup | None) -> None:
         """Make the parts that belong to this process and are not pickled."""
         named = list(self.not_ignored_parameters().items())
-        self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
+        self._casts = ParameterCasts(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in named if p.requires_grad}
         self.reducer = make_reducer(self.module, named, self.process_group, self.options, host)
         self.reducer.wrapper = weakref.ref(self)
@@ -344,8 +344,9 @@ class DistributedDataParallel(Wrapper):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next step on, without a communication hook.
 
-        Buckets are rebuilt after the next step. A hook is not used again until `replace()` of its
-        handle is called, or `remove()`, after which one can be registered.
+        Call it between steps: a backward that a forward has announced is not averaged. Buckets are
+        rebuilt after the next step. A hook is not used again until `replace()` of its handle is
+        called, or `remove()`, after which one can be registered.
         """
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return

@@ -139,6 +139,7 @@ class ShadowHook(JoinHook):
         with collective(model.process_group, "the search for the rank that finished last"):
             last = model._find_common_rank(rank, is_last_joiner)  # type: ignore[no-untyped-call]  # noqa: SLF001
         model._assign_modules_buffers()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        model._casts.restore()  # noqa: SLF001
         buffers = model.modules_buffers if model.forward_sync_buffers else []
         parameters = model.not_ignored_parameters().values()
         broadcast(model.process_group, [*parameters, *buffers], last)

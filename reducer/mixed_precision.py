@@ -43,7 +43,7 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
 
 
-class CastModule:
+class ParameterCasts:
     """Replaces parameters with casts during forward and backward. See Note [Mixed precision].
 
     ``mixed_precision``: has the attributes of :class:`MixedPrecision`; None: runs the module
@@ -54,13 +54,9 @@ class CastModule:
         dtypes = mixed_precision or MixedPrecision()
         self._dtype: torch.dtype | None = dtypes.param_dtype
         self.wire_dtype: torch.dtype | None = dtypes.reduce_dtype or dtypes.param_dtype
-        self._attributes = [
-            (owner, name)
-            for prefix, owner in module.named_modules()
-            for name, parameter in owner.named_parameters(recurse=False)
-            if f"{prefix}.{name}".lstrip(".") not in ignored and parameter.is_floating_point()
-        ]
-        self._originals: list[nn.Parameter] = []
+        self._module = module
+        self._ignored = ignored
+        self._replaced: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # by the last one
         if self._dtype is not None:
             # A checkpoint must not contain casts, even if no backward followed the last forward.
             module.register_state_dict_pre_hook(self._restore_before_saving)  # type: ignore[no-untyped-call]
@@ -78,17 +74,27 @@ class CastModule:
 
     @contextmanager
     def casting(self) -> Iterator[Callable[[Any], None]]:
-        """Return a context for a forward. It gives a function to call with the outputs.
+        """Return a context for a forward.
 
-        The casts of the outputs' graph then stay until backward has ended.
+        Yields ``keep(outputs)``, which keeps the casts until the backward of these outputs has
+        ended.
         """
         if (dtype := self._dtype) is None:
             yield lambda _outputs: None
             return
         self.restore()
-        self._originals = [owner._parameters[name] for owner, name in self._attributes]  # noqa: SLF001
-        casts = {parameter: parameter.to(dtype) for parameter in self._originals}
-        self._put([casts[parameter] for parameter in self._originals])
+        found = [  # each time: users prune and parametrize modules that have been wrapped
+            (owner, name, parameter)
+            for prefix, owner in self._module.named_modules()
+            for name, parameter in owner._parameters.items()  # noqa: SLF001
+            if parameter is not None
+            and parameter.is_floating_point()
+            and f"{prefix}.{name}".lstrip(".") not in self._ignored
+        ]
+        casts = {parameter: parameter.to(dtype) for *_, parameter in found}
+        self._replaced = [(*place, parameter, casts[parameter]) for *place, parameter in found]
+        for owner, name, _, cast in self._replaced:
+            _put(owner, name, cast)
         keeps = False
 
         def keep(outputs: Any) -> None:
@@ -105,20 +111,23 @@ class CastModule:
                 self.restore()
 
     def restore(self) -> None:
-        """Replace the casts with the parameters."""
-        if self._originals:
-            self._put(self._originals)
-            self._originals = []
-
-    def _put(self, tensors: list[Any]) -> None:
-        for (owner, name), tensor in zip(self._attributes, tensors, strict=True):
-            owner._parameters[name] = tensor  # noqa: SLF001
-            # Has a list of its own, without what weights are computed from.
-            if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:  # noqa: SLF001
-                owner._flat_weights[owner._flat_weights_names.index(name)] = tensor  # noqa: SLF001
+        """Replace the casts with the parameters, except where something else is by now."""
+        for owner, name, original, cast in self._replaced:
+            # Some of torch's functions put parameters back before backward: functional_call.
+            if name in owner._parameters:  # noqa: SLF001
+                current = owner._parameters[name]  # noqa: SLF001
+                _put(owner, name, original if current is cast else current)
+        self._replaced = []
 
     def _restore_before_saving(self, *_: Any) -> None:
         self.restore()
 
     def _restore_after_backward(self, _grad: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.restore)  # noqa: SLF001
+
+
+def _put(owner: nn.Module, name: str, tensor: Any) -> None:
+    owner._parameters[name] = tensor  # noqa: SLF001
+    # Has a list of its own, without what weights are computed from.
+    if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:  # noqa: SLF001
+        owner._flat_weights[owner._flat_weights_names.index(name)] = tensor  # noqa: SLF001

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from reducer.hook_registration import HookRegistration
 from reducer.host_memory import connect_host
+from reducer.mixed_precision import ParameterCasts
 from reducer.native import HostGroup
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
 from reducer.peers import BROADCAST_BYTES, collective
@@ -64,6 +65,7 @@ class Wrapper(TorchDDP):
     options: WrapperOptions
     reducer: WrapperReducer  # type: ignore[assignment]
     hook_registration: HookRegistration
+    _casts: ParameterCasts
     gradient_observers: list[GradientObserver]
     _is_connected: bool
 
@@ -120,14 +122,13 @@ class Wrapper(TorchDDP):
 
         The compiler accepts no buckets that are smaller than torch's first one.
         """
-        before = TorchDDP._active_ddp_module  # noqa: SLF001
         # The part of torch's wrapper that the compiler reads.
         size = max(self.bucket_bytes_cap, FIRST_BUCKET_BYTES)
         TorchDDP._active_ddp_module = SimpleNamespace(bucket_bytes_cap=size)  # type: ignore[assignment]  # noqa: SLF001
         try:
             yield
         finally:
-            TorchDDP._active_ddp_module = before  # noqa: SLF001
+            TorchDDP._active_ddp_module = None  # noqa: SLF001
 
     def prepare_step(self) -> None:
         """Prepare the hook and the buckets for a synchronized step, on all ranks."""

@@ -186,3 +186,16 @@ def test_saved_compile_caches_are_used_by_other_processes() -> None:
         assert [hits for *_, hits in first + again] == [0, 0, 1, 1]
         results += [parameters for parameters, *_ in first + again]
     assert all(torch.equal(*pair) for it in results for pair in zip(it, results[0], strict=True))
+
+
+def overlapping(rank: int, world_size: int) -> None:
+    first, second = (DistributedDataParallel(Net())._inside_ddp_forward() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert TorchDDP._active_ddp_module is None
+
+
+def test_after_forwards_in_two_threads_no_graphs_are_split() -> None:
+    run_ranks(overlapping, 1)

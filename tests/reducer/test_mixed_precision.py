@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.of_ranks import same_on_all_ranks
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -285,3 +288,100 @@ def complex_numbers(rank: int, world_size: int, view: bool, hook: str | None) ->
 @pytest.mark.parametrize("hook", [None, "allreduce"])
 def test_complex_parameters(view: bool, hook: str | None) -> None:
     run_ranks(complex_numbers, 2, view, hook)
+
+
+def substituted(rank: int, world_size: int, kind: type[nn.Module]) -> None:
+    """Meta-learning: fast weights in one forward, with gradients, then an evaluation."""
+    net = kind(2, 2)
+    model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
+    name, weight = next(iter(net.named_parameters()))
+    x = torch.ones(1, 1, 2) if kind is nn.LSTM else torch.ones(1, 2)
+    for _ in range(3):
+        fast = {f"module.{name}": torch.full_like(weight, 5.0) + 0 * weight}
+        output = functional_call(model, fast, (x,))
+        first = output[0] if kind is nn.LSTM else output
+        first.float().sum().backward()
+        assert weight.grad is not None
+        assert dict(net.named_parameters())[name] is weight
+        if kind is nn.LSTM:
+            assert net._flat_weights[0] is weight
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+def test_tensors_stand_in_for_parameters_in_one_forward_only(kind: type[nn.Module]) -> None:
+    """They stayed in the module after backward."""
+    run_ranks(substituted, 2, kind)
+
+
+def changed_after_wrapping(rank: int, world_size: int, change: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        if step == 1 and change == "prune":
+            prune.l1_unstructured(net[0], "weight", 0.5)
+        elif step == 1:
+            nn.utils.parametrize.register_parametrization(net[0], "weight", nn.Softsign())
+        if step == 3 and change == "prune":
+            prune.remove(net[0], "weight")
+        with torch.no_grad():
+            assert model(torch.ones(1, 4)).dtype == torch.bfloat16
+        output = model(torch.full((3, 4), 1.0 + rank + step))
+        assert output.dtype == torch.bfloat16
+        optimizer.zero_grad()
+        output.float().square().sum().backward()
+        for parameter in net.parameters():
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.dtype == torch.float32
+        optimizer.step()
+    assert same_on_all_ranks(nn.utils.parameters_to_vector(net.parameters()).detach())
+
+
+@pytest.mark.parametrize("change", ["prune", "parametrize"])
+def test_modules_that_are_pruned_or_parametrized_after_wrapping(change: str) -> None:
+    run_ranks(changed_after_wrapping, 2, change)
+
+
+def joined(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3), mixed_precision=MixedPrecision(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(3 + rank):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + rank + step)).sum().backward()
+            optimizer.step()
+        if rank == 1:
+            with model.no_sync():
+                model(torch.ones(2, 3))  # without a backward
+    weight = model.module.weight
+    assert isinstance(weight, nn.Parameter)
+    assert same_on_all_ranks(weight.detach())
+
+
+def test_the_model_that_is_copied_after_uneven_inputs_contains_no_casts() -> None:
+    run_ranks(joined, 2)
+
+
+class Tied(nn.Module):
+    """One parameter by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = self.decoder = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.encoder @ self.decoder
+
+
+def tied(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Tied(), mixed_precision=MixedPrecision(torch.bfloat16))
+    for step in range(3):
+        model.zero_grad()
+        model(torch.full((1, 3), float(rank + step))).sum().backward()
+        assert same_on_all_ranks(model.module.encoder.grad)
+        assert model.module.encoder is model.module.decoder
+
+
+def test_parameters_with_two_names_in_a_module() -> None:
+    """The second name kept full precision."""
+    run_ranks(tied, 2)
