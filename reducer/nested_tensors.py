@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,21 +28,28 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, sets, mappings and dataclasses.
 
-    Also yields the tensors in remote references that this process owns.
+    Also yields the tensors in remote references that this process owns. Structures may be linked
+    deeply or in a cycle; each tensor is yielded once.
     """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-    elif dist.rpc.is_available() and isinstance(value, dist.rpc.RRef) and value.is_owner():
-        yield from tensors_in(value.local_value())
+    seen: dict[int, Any] = {}  # the objects as well, so that no other one gets the id
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        items: Iterable[Any] = ()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            items = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            items = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        elif dist.rpc.is_available() and isinstance(value, dist.rpc.RRef) and value.is_owner():
+            items = [value.local_value()]
+        pending += reversed([*items])
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Construction of the wrapper, its buffers and process groups."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -80,10 +81,10 @@ def mismatch(rank: int, world_size: int, kind: str) -> str:
         ("shape", ['"0.weight" (shape [4, 3]', '"0.weight" (shape [5, 3]', "rank 1"]),
         ("dtype", ["torch.float32", "torch.float64", "rank 1"]),
         ("strides", ['"1.weight"', "[18, 9, 3, 1]", "[18, 1, 6, 2]", "rank 1"]),
-        ("count", ["parameter 4 is frozen", '"2.weight"', "rank 1"]),
+        ("count", ["entry 4 of the parameters and buffers is frozen", '"2.weight"', "rank 1"]),
         ("teacher", ['frozen "0.teacher.weight" (shape [4, 3]', "(shape [5, 3]", "rank 1"]),
         ("cache", ["6 with the buffers on rank 0, 7 on rank 1", 'buffer "1.cache"', "to_ignore"]),
-        ("frozen", ['parameter 0 is "0.weight"', '"0.bias"', "rank 1"]),
+        ("frozen", ['entry 0 of the parameters and buffers is "0.weight"', '"0.bias"', "rank 1"]),
     ],
 )
 def test_models_that_differ_raise_on_every_rank(kind: str, texts: list[str]) -> None:
@@ -278,3 +279,35 @@ def ignored(rank: int, world_size: int) -> None:
 
 def test_ignored_parameters_are_not_averaged() -> None:
     run_ranks(ignored, 2)
+
+
+@dataclasses.dataclass
+class Linked:
+    value: torch.Tensor
+    previous: "Linked | None" = None
+
+
+def linked_outputs(rank: int, world_size: int, links: int) -> None:
+    """Torch's wrapper searches outputs with ``find_unused_parameters`` only."""
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Linked:
+            output = Linked(super().forward(x))
+            output.previous = output  # a cycle
+            for _ in range(links):
+                output = Linked(torch.zeros(()), output)
+            return output
+
+    model = DistributedDataParallel(Net(2, 1), find_unused_parameters=True)
+    for step in range(3):
+        model.zero_grad()
+        output: Any = model(torch.full((1, 2), 1.0 + rank + step))
+        for _ in range(links):
+            output = output.previous
+        output.value.sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 2), 1.5 + step))
+
+
+@pytest.mark.parametrize("links", [0, 5000])
+def test_outputs_that_are_linked_in_a_cycle_or_deeply(links: int) -> None:
+    run_ranks(linked_outputs, 2, links)
