@@ -40,14 +40,18 @@ class OverlappedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self._clear_gradients = clear_gradients
-        self._parameters = {p for group in optimizer.param_groups for p in group["params"]}
         # A weak reference, because the reducer, in C++, keeps a reference to the observers.
         self._remove = weakref.WeakMethod(model.remove_gradient_observer)
         model.add_gradient_observer(self.step)
 
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that the optimizer has now: ``add_param_group`` may add some."""
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Step those of ``parameters`` that this optimizer has. Called by the reducer."""
-        ready = self._parameters.intersection(parameters)
+        ready = self.parameters.intersection(parameters)
         if not ready:
             return
         with _only(self.optimizer, ready), torch.no_grad():
@@ -72,7 +76,10 @@ def overlap_optimizer(
 ) -> OverlappedOptimizer:
     """Step each parameter in backward, as soon as its averaged gradient is available.
 
-    Works with any communication hook and optimizer. Under ``no_sync()`` gradients accumulate, and
+    Works with any communication hook, and any optimizer that updates each parameter by itself.
+    ``step()`` is called once per bucket: optimizers that count steps in their groups, such as
+    schedule-free ones and Prodigy, or look at all parameters, such as LBFGS, would train in another
+    way, without an error. Under ``no_sync()`` gradients accumulate, and
     the step follows in the first synchronized backward. May be called several times, for disjoint
     sets of parameters. Methods that need all gradients before the first step cannot be used:
     clipping by the global norm, ``GradScaler``. If a backward fails, the parameters of buckets that
@@ -108,7 +115,7 @@ def _check_parameters(model: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     for observer in model.gradient_observers:
         owner = getattr(observer, "__self__", None)
         if isinstance(owner, OverlappedOptimizer):
-            taken |= owner._parameters  # noqa: SLF001
+            taken |= owner.parameters
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

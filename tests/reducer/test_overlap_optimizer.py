@@ -176,3 +176,27 @@ def torchs_names(rank: int, world_size: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_names_for_overlapped_optimizers() -> None:
     run_ranks(torchs_names, 2)
+
+
+def added_later(rank: int, world_size: int) -> None:
+    models = [DistributedDataParallel(make_net(), bucket_cap_mb=0.0001) for _ in range(2)]
+    ours, theirs = ([*model.module[0].parameters()] for model in models)
+    rest = [[*model.module[2:].parameters()] for model in models]
+    overlapped = commhooks.overlap_optimizer(models[0], torch.optim.Adam, ours, lr=0.01)
+    after = torch.optim.Adam(theirs, lr=0.01)
+    for step in range(5):
+        if step == 2:
+            overlapped.optimizer.add_param_group({"params": rest[0], "lr": 0.1})
+            after.add_param_group({"params": rest[1], "lr": 0.1})
+            with pytest.raises(ValueError, match="is stepped in backward by another"):
+                commhooks.overlap_optimizer(models[0], torch.optim.SGD, rest[0], lr=0.1)
+        for model in models:
+            model.zero_grad()
+            model(inputs_of(rank, step)).square().mean().backward()
+        after.step()
+    for a, b in zip(*(model.module.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_groups_that_are_added_later_are_stepped() -> None:
+    run_ranks(added_later, 2)
