@@ -2,6 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <system_error>
 
 #include <fcntl.h>
@@ -41,14 +42,23 @@ void check_file_size(int64_t bytes) {
   }
 }
 
-// Reserves the memory: without it a write would end the process if memory is exhausted.
+// Reserves the memory: without it a write would end the process if memory is exhausted. In pieces,
+// because older kernels undo the call if any signal arrives: a timer could do so each time.
 void extend(int file, int64_t offset, size_t bytes) {
+  constexpr int64_t kPieceBytes = 16 << 20;
   const int64_t end = offset + static_cast<int64_t>(bytes);
   if (end > lseek(file, 0, SEEK_END)) {
     check_file_size(end);
   }
-  if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
-    throw_system_error(c10::str("posix_fallocate of ", bytes, " bytes"), error);
+  for (int64_t begin = offset; begin < end; begin += kPieceBytes) {
+    int error = EINTR;
+    while (error == EINTR) {
+      error = posix_fallocate(file, begin, std::min(kPieceBytes, end - begin));
+    }
+    if (error != 0) {
+      fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, begin - offset);
+      throw_system_error(c10::str("posix_fallocate of ", bytes, " bytes"), error);
+    }
   }
 }
 

@@ -10,6 +10,8 @@ import re
 import resource
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -397,3 +399,47 @@ def test_address_space_may_be_missing_in_the_middle_of_a_step() -> None:
     for text in run_ranks(no_room_for_peers, 2):
         assert re.search(r"\[Rank 1\] Cannot share memory .*mmap of \d+ bytes \(ulimit -v", text)
         assert "host_memory=False" in text
+
+
+# What a kernel does that returns EINTR for any signal, and one with 64 MiB left.
+INTERRUPTED = """
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int posix_fallocate(int file, off_t offset, off_t bytes) {
+  static int calls;
+  if (bytes > 16 << 20) return ETIME;
+  if (calls++ % 2 == 0) return EINTR;
+  if (offset > 64 << 20) return ENOSPC;
+  return syscall(SYS_fallocate, file, 0, offset, bytes) == 0 ? 0 : errno;
+}
+"""
+ALLOCATING = """
+import os
+import torch
+from reducer.native import HostGroup
+
+group = HostGroup()
+group.connect({0: group.address})
+used = lambda: os.stat(f"/proc/self/fd/{group.address[1]}").st_blocks * 512
+memory = group.allocate(10_000_000, torch.float32).fill_(1)
+assert memory.sum() == 10_000_000
+before = used()
+try:
+    group.allocate(12_000_000, torch.float32)
+except RuntimeError as error:
+    assert "No space left" in str(error), error
+else:
+    raise AssertionError("expected an error")
+assert used() == before
+"""
+
+
+def test_signals_do_not_end_an_allocation(tmp_path: Path) -> None:
+    """A timer's signals are likely to come while memory is reserved."""
+    source, library = tmp_path / "interrupted.c", tmp_path / "interrupted.so"
+    source.write_text(INTERRUPTED)
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    subprocess.run([sys.executable, "-c", ALLOCATING], env=environment, check=True)
