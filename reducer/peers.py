@@ -209,7 +209,7 @@ def _receives(gloo: Any) -> dict[int, dist.Work]:
     for rank in range(gloo.size() if gloo else 0):
         if rank != gloo.rank():
             with suppress(RuntimeError):
-                receives[rank] = gloo.recv([torch.empty(1)], rank, _TAG)
+                receives[rank] = gloo.recv([torch.empty(1, device="cpu")], rank, _TAG)
     return receives
 
 

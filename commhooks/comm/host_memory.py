@@ -34,7 +34,7 @@ async def share(
     None, because this one has nothing to share.
     """
     offset = _WITHHELD if is_withheld else host.offset_of(own)
-    offsets = (await comm.all_gather(torch.tensor([offset]))).view(-1).tolist()
+    offsets = (await comm.all_gather(torch.tensor([offset], device="cpu"))).view(-1).tolist()
     if _WITHHELD in offsets:
         return None
     return host.tensors_at(dict(zip(comm.ranks, offsets, strict=True)), own)

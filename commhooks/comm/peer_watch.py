@@ -56,7 +56,9 @@ class PeerWatch:
         self._pairs = list(pairs)
         self._on_loss: Callable[[], None] | None = on_loss
         self._lock = threading.Lock()
-        works = [pair.recv([torch.empty(1)], 1 - pair.rank(), _TAG) for pair in self._pairs]
+        works = [
+            pair.recv([torch.empty(1, device="cpu")], 1 - pair.rank(), _TAG) for pair in self._pairs
+        ]
         for work in works:
             start_thread("commhooks-watch", self._wait, work)
 

@@ -24,7 +24,8 @@ from commhooks import DistributedDataParallel, GradBucket
 from commhooks.comm import stage_groups
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.runtime import threaded_runner
-from reducer import construction
+from commhooks.testing import run_ranks
+from reducer import construction, peers
 from reducer.join import StepPlan
 from reducer.peers import collective, is_peer_loss
 
@@ -601,3 +602,19 @@ def test_texts_of_other_errors(text: str) -> None:
 )
 def test_failures_of_the_own_device_are_no_lost_peers(text: str, is_loss: bool) -> None:
     assert is_peer_loss(dist.DistBackendError(text)) == is_loss
+
+
+def open_connections(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    torch.set_default_device("mps")  # which is not there
+    try:
+        receives = peers._receives(peers.gloo_of(group))
+    finally:
+        torch.set_default_device(None)
+    dist.barrier()
+    peers.abort_works(receives.values())
+    assert set(receives) == {1 - rank}
+
+
+def test_lost_peers_are_found_under_a_default_device() -> None:
+    run_ranks(open_connections, 2)
