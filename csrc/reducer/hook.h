@@ -48,26 +48,32 @@ class PendingResult {
   virtual at::Tensor result() = 0;
 };
 
-// One that completes with a future.
+// One that completes with a future, or is complete from the start if that is null.
 class FutureResult : public PendingResult {
  public:
   explicit FutureResult(c10::intrusive_ptr<c10::ivalue::Future> future)
       : future_(std::move(future)),
-        completed_(std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero())) {
-    future_->addCallback(
-        [completed = completed_](c10::ivalue::Future&) {
-          *completed = Clock::now().time_since_epoch();
-        },
-        /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
+        completed_(
+            std::make_shared<std::atomic<Clock::duration>>(
+                future_ ? Clock::duration::zero() : Clock::now().time_since_epoch())) {
+    if (future_) {
+      future_->addCallback(
+          [completed = completed_](c10::ivalue::Future&) {
+            *completed = Clock::now().time_since_epoch();
+          },
+          /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
+    }
   }
 
   bool is_complete() override {
-    return future_->completed();
+    return !future_ || future_->completed();
   }
   // An error of the device is not one of this bucket; `result` rethrows those.
   void wait() noexcept override {
     try {
-      future_->wait();
+      if (future_) {
+        future_->wait();
+      }
     } catch (const std::exception&) {
     }
   }
@@ -128,8 +134,8 @@ class Hook {
   }
 
   // Called on the thread that runs backward, in bucket order, without the GIL and without a lock.
-  // Must not wait for other ranks. The buffer has been packed on the current stream, which backward
-  // goes on to use: a hook works on other streams. See Note [Streams].
+  // Must not wait for other ranks to reach this bucket. The buffer has been packed on the current
+  // stream, which backward goes on to use: a hook works on other streams. See Note [Streams].
   virtual std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) = 0;
 
   // Offers a faster way to average over `process_group`, whose memory the buckets are in; null if

@@ -5,36 +5,15 @@
 namespace commhooks {
 namespace {
 
-// The result of an in-place collective that NCCL has enqueued. It asks for no future: the one of
-// nccl2 makes the current stream wait at once, which would be that of backward.
-class EnqueuedResult final : public PendingResult {
- public:
-  EnqueuedResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
-      : work_(std::move(work)), buffer_(std::move(buffer)), completed_(Clock::now()) {}
-
-  bool is_complete() override {
-    return true;
-  }
-  void wait() noexcept override {}
-  Clock::time_point completed() const override {
-    return completed_;
-  }
-  at::Tensor result() override {
-    work_->wait();
-    return buffer_;
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
-  at::Tensor buffer_;
-  Clock::time_point completed_;
-};
-
-// The result of another in-place collective.
+// The result of an in-place collective.
 class InPlaceResult final : public FutureResult {
  public:
-  InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
-      : FutureResult(work->getFuture()), work_(std::move(work)), buffer_(std::move(buffer)) {}
+  // A collective that is enqueued counts as complete, and is asked for no future: the one of nccl2
+  // makes the current stream wait at once, which would be that of backward.
+  InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer, bool is_enqueued)
+      : FutureResult(is_enqueued ? nullptr : work->getFuture()),
+        work_(std::move(work)),
+        buffer_(std::move(buffer)) {}
 
   at::Tensor result() override {
     // The collective has completed, so this rethrows its error, or makes the current stream wait
@@ -86,11 +65,9 @@ std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket
     const auto timeout = process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
     return transport_->average(tensors.front(), wire_dtype, bucket->getIndex(), timeout);
   }
-  auto work = process_group_->allreduce(tensors);
-  if (is_enqueued(*process_group_, tensors.front())) {
-    return std::make_unique<EnqueuedResult>(std::move(work), tensors.front());
-  }
-  return std::make_unique<InPlaceResult>(std::move(work), tensors.front());
+  return std::make_unique<InPlaceResult>(
+      process_group_->allreduce(tensors), tensors.front(),
+      is_enqueued(*process_group_, tensors.front()));
 }
 
 void AverageHook::use_transport(
