@@ -40,10 +40,10 @@ class JoinedWork : public c10d::Work {
     }
   }
   // Runs a part of `wait_for_all`, and keeps its exception if it is the first one.
-  template <typename Part>
-  void attempt(const Part& part) {
+  template <typename Function>
+  void attempt(const Function& function) {
     try {
-      part();
+      function();
     } catch (const std::exception&) {
       if (!first_error_) {
         first_error_ = std::current_exception();

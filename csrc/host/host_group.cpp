@@ -160,7 +160,7 @@ struct HostGroup::Memory {
 
   std::weak_ptr<HostGroup> group;
   std::unique_ptr<Arena::Allocation> own;
-  std::vector<std::array<Mapped, kParts>> peers;
+  std::vector<std::array<Mapped, kMappings>> peers;
 };
 
 struct HostGroup::Slice {
@@ -338,13 +338,13 @@ int64_t HostGroup::offset_of(const at::Tensor& tensor) const {
 }
 
 // Returns where a slice of a peer's memory, at `offset` and like all of `memory`, is in this
-// process. It is always the same slice for the same part.
+// process. It is always the same slice for the same mapping.
 char* HostGroup::map(
-    Memory& memory, int rank, Part part, int64_t offset, const Slice& slice) const {
+    Memory& memory, int rank, Mapping mapping, int64_t offset, const Slice& slice) const {
   if (rank == rank_ || slice.bytes == 0) {
     return memory.own->data() + slice.begin;
   }
-  Memory::Mapped& mapped = memory.peers[rank][part];
+  Memory::Mapped& mapped = memory.peers[rank][mapping];
   if (mapped.offset != offset) {
     const size_t before = slice.begin % page_bytes();  // on the first page
     const auto begin = offset + static_cast<int64_t>(slice.begin - before);

@@ -106,7 +106,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   class Result;
   // A mapped part of a peer's memory: the slice that this rank sums, the one that the peer sums, or
   // everything.
-  enum Part { kSummedHere, kSummedThere, kWhole, kParts };
+  enum Mapping { kSummedHere, kSummedThere, kWhole, kMappings };
   using Clock = std::chrono::steady_clock;
   using Counter = std::atomic<int64_t>;
 
@@ -116,7 +116,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   void progress();
   bool sum_next_locked();
   bool copy_next_locked(std::vector<std::shared_ptr<Operation>>& done);
-  char* map(Memory& memory, int rank, Part part, int64_t offset, const Slice& slice) const;
+  char* map(Memory& memory, int rank, Mapping mapping, int64_t offset, const Slice& slice) const;
   bool all_exceed(Counter Control::* counter, int64_t number) const;
   void advance(Counter Control::* counter);
   void ring() const;

@@ -175,7 +175,7 @@ void BucketPipeline::note_gradient_locked(size_t index) {
   bucket_of(index).add_stream();
 }
 
-std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn::Part& helper) {
+std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn::Hold& helper) {
   Bucket& bucket = bucket_of(index);
   if (bucket.can_pack_early() && !bucket.progress.is_packed &&
       !groups_[bucket.group].passes_through && !unused_.may_include(index)) {
@@ -187,7 +187,7 @@ std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn
   return std::nullopt;
 }
 
-bool BucketPipeline::pack_early(size_t index, const PackFormat& format, Turn::Part& helper) {
+bool BucketPipeline::pack_early(size_t index, const PackFormat& format, Turn::Hold& helper) {
   Bucket& bucket = bucket_of(index);
   {
     const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
@@ -217,7 +217,7 @@ Bucket& BucketPipeline::bucket_of(size_t index) const {
 }
 
 void BucketPipeline::end_collecting() {
-  Turn::Part turn(turn_);
+  Turn::Hold turn(turn_);
   bool waits = true;
   {
     Lock lock(turn_.mutex);
@@ -266,7 +266,7 @@ PackFormat BucketPipeline::format_of(const Bucket& bucket) const {
 
 // Until there is nothing to do, or another thread has the turn.
 void BucketPipeline::launch_ready_buckets() {
-  Turn::Part turn(turn_);
+  Turn::Hold turn(turn_);
   or_abort([&] {
     while (true) {
       std::optional<Launch> next;
@@ -472,7 +472,7 @@ void BucketPipeline::unpack(
 // ---------------------------------------------------------------------------- ending the step
 
 void BucketPipeline::finalize_backward() {
-  Turn::Part turn(turn_);
+  Turn::Hold turn(turn_);
   {
     Lock lock(turn_.mutex);
     const auto is_draining = [&] { return phase_ == Phase::Draining; };
@@ -604,7 +604,7 @@ void BucketPipeline::finish_unused() {
 }
 
 void BucketPipeline::abort() noexcept {
-  Turn::Part part(turn_);
+  Turn::Hold hold(turn_);
   Lock lock(turn_.mutex);
   tracker_.end_backward();
   if (phase_ == Phase::Idle || (is_aborting_ && turn_.is_mine())) {
@@ -615,9 +615,9 @@ void BucketPipeline::abort() noexcept {
   tracker_.expect_local();  // the rest of the backward that has failed
   turn_.changed.notify_all();
   if (is_drained_elsewhere) {
-    part.help();  // so that the step does not end before the hooks have been told to abort
+    hold.help();  // so that the step does not end before the hooks have been told to abort
     lock.without([&] { groups_.abort(); });  // the other thread waits for their results
-    part.end();
+    hold.end();
   }
   lock.wait(turn_.changed, [&] {
     return phase_ != Phase::Aborted || (turn_.is_open() && !turn_.has_helpers());
@@ -625,7 +625,7 @@ void BucketPipeline::abort() noexcept {
   if (phase_ != Phase::Aborted) {
     return;  // another thread has cleared the step
   }
-  part.take();
+  hold.take();
   is_aborting_ = true;
   lock.without([&] {
     groups_.abort();
@@ -647,7 +647,7 @@ void BucketPipeline::abort() noexcept {
   lock.replace(step_, {});
   lock.replace(awaited_, {});
   phase_ = Phase::Idle;
-  part.end();
+  hold.end();
 }
 
 // ----------------------------------------------------------------------------------- observation

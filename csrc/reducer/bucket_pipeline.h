@@ -85,9 +85,9 @@ class BucketPipeline {
   // Notes a gradient that has arrived on the current stream.
   void note_gradient_locked(size_t index);
   // Adds the last gradient of a parameter: returns the format to `pack_early` in, or counts down.
-  std::optional<PackFormat> add_gradient_locked(size_t index, Turn::Part& helper);
+  std::optional<PackFormat> add_gradient_locked(size_t index, Turn::Hold& helper);
   // Returns whether a bucket is ready.
-  bool pack_early(size_t index, const PackFormat& format, Turn::Part& helper);
+  bool pack_early(size_t index, const PackFormat& format, Turn::Hold& helper);
   // One gradient less is missing in the bucket of this parameter.
   void count_down_locked(size_t index);
   void end_backward_locked();
@@ -101,10 +101,10 @@ class BucketPipeline {
   // --- ending the step ---
 
   // Runs a part of the step, which fails with it.
-  template <typename Part>
-  void or_abort(Part part) {
+  template <typename Function>
+  void or_abort(Function function) {
     try {
-      part();
+      function();
     } catch (...) {
       abort();
       throw;

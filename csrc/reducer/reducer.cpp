@@ -228,10 +228,10 @@ void Reducer::begin_step(const std::vector<at::Tensor>& outputs, double scale) {
     }
     pipeline_.begin_step_locked(lock, {.scale = scale}, std::move(unreachable));
     announcement = ++announcements_;
-    has_begun_ = false;
-    knows_outputs_ = std::any_of(
+    backward_reached_outputs_ = false;
+    outputs_have_graph_ = std::any_of(
         outputs.begin(), outputs.end(), [](const at::Tensor& output) { return output.grad_fn(); });
-    reaches_none_ =
+    reaches_no_parameter_ =
         needs_outputs() && (reaches_none || tracker_.absent().size() == parameters_.size());
   }
 
@@ -262,7 +262,7 @@ void Reducer::match_backward(const std::vector<bool>& skipped) {
       }
     }
     pipeline_.begin_step_locked(lock, {.store = GradientStore::nowhere()}, std::move(unused));
-    reaches_none_ = true;
+    reaches_no_parameter_ = true;
     tracker_.take_absent();
     if (!tracker_.is_learning()) {
       for (const size_t index : pipeline_.buckets().order) {
@@ -283,11 +283,11 @@ void Reducer::on_backward_start(int64_t announcement) {
   {
     Lock lock = pipeline_.lock();
     if (announcement == announcements_ && tracker_.expects_local()) {
-      was_doubtful = !std::exchange(has_begun_, true);
+      was_doubtful = !std::exchange(backward_reached_outputs_, true);
     }
     if (needs_outputs() && is_collecting_locked()) {
       begins = pipeline_.begin_backward_locked(lock);
-      if (reaches_none_) {
+      if (reaches_no_parameter_) {
         mark_absent_locked();
       }
     }
@@ -296,7 +296,7 @@ void Reducer::on_backward_start(int64_t announcement) {
     torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
       if (auto reducer = weak.lock()) {
         const Lock lock = reducer->pipeline_.lock();
-        reducer->has_begun_ = false;
+        reducer->backward_reached_outputs_ = false;
       }
     });
   }
@@ -308,7 +308,7 @@ void Reducer::on_backward_start(int64_t announcement) {
 
 void Reducer::on_gradient(size_t index) {
   pipeline_.or_abort([&] {
-    Turn::Part helper(pipeline_.turn());
+    Turn::Hold helper(pipeline_.turn());
     // The work that needs no lock.
     bool is_unannounced = false;
     bool begins_backward = false;
@@ -412,7 +412,7 @@ void Reducer::on_backward_end() {
   {
     const Lock lock = pipeline_.lock();
     tracker_.end_backward();
-    if (!is_collecting_locked() || (awaits_backward_locked() && !reaches_none_)) {
+    if (!is_collecting_locked() || (awaits_backward_locked() && !reaches_no_parameter_)) {
       return;
     }
     if (tracker_.is_learning()) {
@@ -556,7 +556,8 @@ void Reducer::set_static_graph() {
   TORCH_CHECK(
       pipeline_.completed_locked() == 0 && pipeline_.phase_locked() == Phase::Idle, rank_prefix(),
       "_set_static_graph should be called before training loop starts, but ",
-      pipeline_.completed_locked(), " steps have completed.");
+      pipeline_.completed_locked(), " steps have completed",
+      pipeline_.phase_locked() == Phase::Idle ? "." : " and a forward has announced a backward.");
   options_.static_graph = true;
   wait_to_rebuild_locked();
 }

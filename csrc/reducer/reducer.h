@@ -146,10 +146,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   static void detach(const Accumulators& accumulators);
 
   // Runs a part of a backward, and keeps the text of its exception.
-  template <typename Part>
-  void in_backward(Part part) {
+  template <typename Function>
+  void in_backward(Function function) {
     try {
-      part();
+      function();
     } catch (const std::exception& error) {
       set_last_error(error.what());
       throw;
@@ -168,7 +168,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   bool is_local_locked() const {
     return !is_collecting_locked() ||
-        (!tracker_.any() && tracker_.expects_local() && knows_outputs_ && !has_begun_);
+        (!tracker_.any() && tracker_.expects_local() && outputs_have_graph_ &&
+         !backward_reached_outputs_);
   }
   void on_backward_start(int64_t announcement);
   void on_gradient(size_t index);
@@ -193,9 +194,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   BucketPipeline pipeline_;
   Accumulators accumulators_;
   int64_t announcements_ = 0;
-  bool knows_outputs_ = false;  // of the forward that was announced last,
-  bool has_begun_ = false;      // and whether a gradient has reached one of them, if in doubt
-  bool reaches_none_ = false;   // and whether its graph is known to reach no parameter
+  // Of the forward that was announced last: some output was computed by autograd.
+  bool outputs_have_graph_ = false;
+  // A backward is at one of these outputs; only recorded if gradients may be of a local step.
+  bool backward_reached_outputs_ = false;
+  // The graph of these outputs is known to contain no parameter.
+  bool reaches_no_parameter_ = false;
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // number of completed steps before the next attempt to rebuild
   bool has_warned_ = false;   // see `warn_of_unannounced`

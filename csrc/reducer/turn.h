@@ -35,17 +35,17 @@ class Turn {
 
   // Has the turn, or is a helper, until `end`, or until it is destroyed. The methods require the
   // mutex.
-  class Part {
+  class Hold {
    public:
-    explicit Part(Turn& turn) : turn_(turn) {}
-    ~Part() {
+    explicit Hold(Turn& turn) : turn_(turn) {}
+    ~Hold() {
       if (is_holder_ || is_helper_) {
         const Lock lock(turn_.mutex);
         end();
       }
     }
-    Part(const Part&) = delete;
-    Part& operator=(const Part&) = delete;
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
 
     // Requires `is_open()`. Has no effect if the thread has the turn already.
     void take() {

@@ -266,3 +266,14 @@ def ignored(rank: int, world_size: int) -> None:
 
 def test_ignored_parameters_and_buffers_are_torchs() -> None:
     run_ranks(ignored, 1)
+
+
+def static_graph_after_a_forward(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net())
+    model(torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match=r"but 0 steps .* a forward has announced a backward"):
+        model._set_static_graph()
+
+
+def test_a_static_graph_is_set_before_the_first_forward() -> None:
+    run_ranks(static_graph_after_a_forward, 1)
