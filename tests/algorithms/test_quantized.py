@@ -86,6 +86,18 @@ def test_the_documented_algorithm_gives_the_results_and_the_errors(name, size):
             torch.testing.assert_close(own, part, rtol=0, atol=1e-5)
 
 
+def assert_mean_within_6_standard_errors(samples: Tensor, exact: Tensor) -> None:
+    """Compare the mean over dimension 0 with ``exact``, element by element.
+
+    Most elements vary. One that is rarely not zero may have been zero in all samples, so each bound
+    counts at least a tenth of the largest deviation.
+    """
+    deviation = samples.std(0)
+    assert (deviation > 0).double().mean() > 0.8
+    bound = 6 * deviation.clamp(min=deviation.max() / 10) / len(samples) ** 0.5
+    assert ((samples.mean(0) - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize(
     ("name", "constants"),
     [("qsgd", {"levels": 7}), ("terngrad", {"clip": torch.inf}), ("natural", {})],
@@ -94,31 +106,21 @@ def test_the_documented_rounding_is_unbiased(name, constants):
     quantize = documented_quantize(name, **constants)
     torch.manual_seed(0)
     x = torch.randn(4, 32)
-    mean = quantize(x.repeat(4000, 1)).view(4000, *x.shape).mean(0)
-    # A deviation of 6 standard errors; no rounding moves a number by more than its block's norm.
-    bound = 6 * x.norm(dim=1, keepdim=True) / 4000**0.5
-    assert ((mean - x).abs() <= bound).all()
+    samples = quantize(x.repeat(4000, 1)).view(4000, *x.shape)
+    assert_mean_within_6_standard_errors(samples.double(), x.double())
 
 
 @pytest.mark.parametrize(("name", "options"), UNBIASED)
 def test_unbiased(name, options):
-    """The mean over steps is the average, up to a deviation of probability 1e-9 (Hoeffding)."""
+    """The mean over steps is the average, up to 6 standard errors, and steps differ."""
     steps, numel, size = 400, 40, 2
-    options = options | {"block_size": 32}
-    hooks = make_hooks(name, options, size)
+    hooks = make_hooks(name, options | {"block_size": 32}, size)
     gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    total = torch.zeros(numel, dtype=torch.float64)
-    for step in range(steps):
-        total += take_step(hooks, [{"g": g.clone()} for g in gradients], step)[0]
+    results = torch.stack(
+        [take_step(hooks, [{"g": g.clone()} for g in gradients], step)[0] for step in range(steps)]
+    ).double()
     exact = torch.stack(gradients).double().mean(0)
-    # No decoded number, of a rank or of the average, is larger than this.
-    reach = 2 * max(g.norm() for g in gradients).item()
-    bound = 2 * reach * (18 / (2 * steps)) ** 0.5
-    assert (total / steps - exact).abs().max() <= bound
-    # For integers, the width of one rounding gives a tighter bound.
-    if name == "int8":
-        width = 2 * max(g.abs().max() for g in gradients).item() / 127
-        assert (total / steps - exact).abs().max() <= 2 * width * (24 / (2 * steps)) ** 0.5
+    assert_mean_within_6_standard_errors(results, exact)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,8 @@ def test_one_step_has_the_error_of_two_roundings(name, relative, size):
     expected = mean_of(gradients)
     result = take_step(hooks, gradients, 0)[0]
     assert (result - expected).abs().max() <= 1.1 * relative * largest
+    # A result of zeros is within the bound of int2, which clamps half of the largest numbers.
+    assert (result - expected).norm() <= 0.6 * expected.norm()
 
 
 @pytest.mark.parametrize("size", [1, 2])
