@@ -20,7 +20,7 @@ os.environ.setdefault("RUST_LOG", "error")  # read when the lighthouse is loaded
 pytest.importorskip("torchft")
 import torchft
 from support import torchft_replica
-from support.torchft_replica import RATE, loss_of, make_net
+from support.torchft_replica import RATE, Step, loss_of, make_net
 from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
@@ -34,7 +34,8 @@ TIMEOUT = 240.0
 
 @contextmanager
 def replica(number: int, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, torchft_replica.__file__, str(number), *map(str, arguments)]
+    program = "from support import torchft_replica; torchft_replica.main()"  # so that `Step` loads
+    command = [sys.executable, "-c", program, str(number), *map(str, arguments)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1",
@@ -47,22 +48,22 @@ def replica(number: int, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def run(hook: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Let replica 1 die and start again; return what both have written."""
+    """Let replica 1 die and start again; return what replica 0 and both lives of 1 have written."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
     address = lighthouse.address()
-    paths = [folder / "0.pt", folder / "1.pt"]
+    paths = [folder / "0.pt", folder / "1.pt", folder / "1 again.pt"]
     text = json.dumps(hook)
     try:
         with replica(0, text, address, False, paths[0]) as first:
             with replica(1, text, address, True, paths[1]) as second:
                 assert second.wait(TIMEOUT) == 7
-            with replica(1, text, address, False, paths[1]) as second:
+            with replica(1, text, address, False, paths[2]) as second:
                 assert second.wait(TIMEOUT) == 0
             (folder / "last departure").touch()
             assert first.wait(TIMEOUT) == 0
     finally:
         lighthouse.shutdown()
-    return [torch.load(path) for path in paths]
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def gradient_at(net: nn.Module, parameters: Tensor, number: int, step: int) -> Tensor:
@@ -71,38 +72,48 @@ def gradient_at(net: nn.Module, parameters: Tensor, number: int, step: int) -> T
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
-def check_steps(found: list[dict[str, Any]], rtol: float) -> None:
-    """Each step follows from the one before, by the mean gradient of those who took part."""
-    net, steps = make_net(), found[0]["steps"]
-    both = sorted(steps.keys() & found[1]["steps"].keys())
-    assert len(both) >= torchft_replica.STEPS_TOGETHER - 1
-    for step in both:
-        assert torch.equal(steps[step][1], found[1]["steps"][step][1])
-    assert {participants for participants, _ in steps.values()} == {1, 2}
-    for step in sorted(steps.keys() & {step - 1 for step in steps}):
-        participants, before = steps[step]
-        mean = sum(gradient_at(net, before, i, step) for i in range(participants)) / participants
-        change = (before - steps[step + 1][1]) / RATE
-        assert (change - mean).norm() <= rtol * mean.norm() + 1e-4, step
+def check_steps(found: list[dict[str, Any]]) -> None:
+    """Each step follows from the one before, by the mean gradient of those who took part.
+
+    What they have left unsent before it is added, and what they leave unsent is missing.
+    """
+    net = make_net()
+    steps: list[dict[int, Step]] = [found[0]["steps"], found[1]["steps"] | found[2]["steps"]]
+    assert len(steps[0].keys() & found[2]["steps"].keys()) >= torchft_replica.STEPS_TOGETHER - 1
+    assert {step.participants for step in steps[0].values()} == {1, 2}
+    for step in sorted(steps[0].keys() & {step - 1 for step in steps[0]}):
+        those = steps[: steps[0][step].participants]
+        members = [own[step] for own in those]
+        assert all(torch.equal(each.before, members[0].before) for each in members)
+        expected = torch.stack(
+            [gradient_at(net, each.before, i, step) for i, each in enumerate(members)]
+        ).mean(0)
+        for sign, when in ((1, 0), (-1, 1)):
+            errors = [each.errors[when] for each in members]
+            expected += sign * torch.stack([each.own for each in errors]).mean(0)
+            expected += sign * torch.stack([each.of_averages for each in errors]).sum(0)
+        change = (members[0].before - steps[0][step + 1].before) / RATE
+        # The averages of error_feedback's bf16 are rounded, and a member that is still receiving
+        # the model may leave some of int8's averages unsent.
+        assert (change - expected).norm() <= 0.004 * expected.norm() + 1e-5, step
 
 
 @pytest.mark.parametrize(
-    ("hook", "rtol"),
+    "hook",
     [
-        ({"name": "allreduce"}, 0.0),
-        ({"name": "int8", "error_feedback": True}, 0.05),
-        ({"name": "error_feedback", "inner": "bf16"}, 0.05),
-        ({"name": "topk", "density": 0.5}, 1.0),
-        ({"name": "powersgd", "rank": 6, "start_step": 0, "min_compression_rate": 1.0}, 0.7),
-        ({"name": "schedule", "stages": [[0, "allreduce"], [3, "int8"]]}, 0.05),
+        {"name": "allreduce"},
+        {"name": "int8", "error_feedback": True},
+        {"name": "error_feedback", "inner": "bf16"},
+        {"name": "topk", "density": 0.5, "warmup_steps": 0},
+        {"name": "powersgd", "rank": 6, "start_step": 0, "min_compression_rate": 1.0},
+        {"name": "schedule", "stages": [[0, "allreduce"], [3, "int8"]]},
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
-def test_a_replica_dies_and_comes_back(tmp_path: Path, hook: dict[str, Any], rtol: float) -> None:
+def test_a_replica_dies_and_comes_back(tmp_path: Path, hook: dict[str, Any]) -> None:
     found = run(hook, tmp_path)
-    check_steps(found, rtol)
-    if hook["name"] not in ("allreduce", "schedule"):
-        assert all(any(error.any() for error in replica["errors"]) for replica in found)
+    check_steps(found)
+    assert all(each["errors"].own.any() == (hook["name"] != "allreduce") for each in found)
     assert found[0]["wire_bytes"] > 0
     assert found[0]["counted"] >= len(found[0]["steps"])  # steps that were not committed count too
     (trace,) = tmp_path.glob("0*.json")

@@ -1,9 +1,8 @@
 """One replica that trains under a torchft manager.
 
 Replica 1 ends after a few steps together. Replica 0 goes on until it is told that the other one has
-left for the last time, and it has noticed so. A replica writes
-``{step: (participants, parameters before it)}``, the errors of its hook, its statistics, how often
-its hook has recovered, and a trace of its last step.
+left for the last time, and it has noticed so. A replica writes its committed steps, the errors of
+its hook, its statistics, how often its hook has recovered, and a trace of its last step.
 """
 
 import json
@@ -13,7 +12,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,28 @@ import torchft
 from torch import Tensor, nn
 
 import commhooks
+from commhooks.hook.base import tree
 from commhooks.integrations.torchft import DistributedDataParallel
 
 RATE = 0.05
 STEPS_TOGETHER = 5
+
+
+class Errors(NamedTuple):
+    """What a replica has not sent yet, in the order of the parameters."""
+
+    own: Tensor
+    of_averages: Tensor
+
+
+class Step(NamedTuple):
+    participants: int
+    size: int
+    """Of the group: a member that is still receiving the model sends zeros."""
+    before: Tensor
+    """The parameters."""
+    errors: tuple[Errors, Errors]
+    """Before and after the step."""
 
 
 def make_net() -> nn.Module:
@@ -43,6 +60,21 @@ def loss_of(model: nn.Module, replica: int, step: int) -> Tensor:
 
 def flat(net: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def errors_of(hook: commhooks.CommHook, net: nn.Module) -> Errors:
+    own, of_averages = [], []
+    for name, parameter in net.named_parameters():
+        own.append(torch.zeros(parameter.numel()))
+        of_averages.append(torch.zeros(parameter.numel()))
+        for each in tree(hook):
+            entry = each.state.get(name, {})
+            if "error" in entry:
+                own[-1] += entry["error"].reshape(-1)
+            if "average_error" in entry:
+                start, error = int(entry["average_start"]), entry["average_error"]
+                of_averages[-1][start : start + error.numel()] += error
+    return Errors(torch.cat(own), torch.cat(of_averages))
 
 
 def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> None:
@@ -75,7 +107,7 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
     recoveries: list[int] = []
     recover = used.recover
     used.recover = lambda: (recoveries.append(1), recover())
-    steps: dict[int, tuple[int, Tensor]] = {}
+    steps: dict[int, Step] = {}
     participants = together = 0
     while (
         together < STEPS_TOGETHER if replica else participants != 1 or not last_departure.exists()
@@ -84,23 +116,21 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
         optimizer.zero_grad()  # begins the quorum
         manager.wait_quorum()
         step = manager.current_step()
-        before = flat(net)
+        before, errors = flat(net), errors_of(used, net)
         with handle.trace(path.with_suffix(".json")) if steps else nullcontext():
             loss_of(model, replica, step).backward()
         optimizer.step()
         participants = manager.num_participants()
         if manager.is_participating() and manager.current_step() == step + 1:
-            steps[step] = participants, before
+            step_errors = errors, errors_of(used, net)
+            steps[step] = Step(participants, replicas.size(), before, step_errors)
             together = together + 1 if participants == 2 else 0
-    if dies:
-        os._exit(7)
-    errors = [t for e in used.state.values() for n, t in e.items() if n == "error"]
     stats = handle.stats()
-    found = {"steps": steps, "errors": errors, "wire_bytes": stats.total.wire_bytes}
+    found = {"steps": steps, "errors": errors_of(used, net), "wire_bytes": stats.total.wire_bytes}
     torch.save(found | {"recoveries": len(recoveries), "counted": stats.steps}, path)
-    os._exit(0)  # threads of the manager would wait for the other replica
+    os._exit(7 if dies else 0)  # threads of the manager would wait for the other replica
 
 
-if __name__ == "__main__":
+def main() -> None:
     number, hook, lighthouse, dies, path = sys.argv[1:]
     train(int(number), hook, lighthouse, dies == "True", Path(path))
