@@ -1,5 +1,6 @@
 """Several models with hooks under one backward: no order between them may be needed."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,7 @@ HOOKS: dict[str, Any] = {
     "connects in backward": ThreeRounds,
     "switches": {"name": "schedule", "stages": [[0, "allreduce"], [1, "skip_nonfinite"]]},
 }
+EXACT = ("connects in backward", "switches")
 
 
 def _sum(models: list[nn.Module], x: Tensor) -> Tensor:
@@ -91,6 +93,23 @@ def _gradients(models: list[nn.Module]) -> list[Tensor]:
     return [parameter.grad for model in models for parameter in model.parameters()]
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _means(models: list[nn.Module], way: str, x: Tensor) -> list[Tensor]:
+    """Return the means over the ranks of the gradients of a step, computed without hooks."""
+    plain = [nn.Linear(6, 6).to(x.device) for _ in models]
+    for ours, model in zip(plain, models, strict=True):
+        for own, parameter in zip(ours.parameters(), model.parameters(), strict=True):
+            own.detach().copy_(_local(parameter))
+    WAYS[way](plain, x).backward()
+    for gradient in _gradients(plain):
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+    return _gradients(plain)
+
+
 def train(
     rank: int,
     size: int,
@@ -102,7 +121,10 @@ def train(
     groups: bool,
     device: str = "cpu",
 ) -> None:
-    """Train fresh models for two steps, and compare their gradients between the ranks."""
+    """Accumulate gradients of fresh models, and compare them between the ranks.
+
+    Those of exact hooks are also compared with the mean.
+    """
     for _ in range(pairs):
         own = [dist.new_group() if groups else None for _ in range(count)]
         models = [WRAPPERS[wrapper](nn.Linear(6, 6).to(device), group) for group in own]
@@ -110,13 +132,16 @@ def train(
         handles = [
             commhooks.register(model, chosen() if callable(chosen) else chosen) for model in models
         ]
-        for _ in range(2):
-            WAYS[way](models, torch.full((2, 6), rank + 1.0, device=device)).backward()
-        for gradient in _gradients(models):
-            own_values = getattr(gradient, "_local_tensor", gradient)
+        x = torch.full((2, 6), rank + 1.0, device=device)
+        for _ in range(3):
+            WAYS[way](models, x).backward()
+        for gradient, mean in zip(_gradients(models), _means(models, way, x), strict=True):
+            own_values = _local(gradient)
             others = [torch.empty_like(own_values) for _ in range(size)]
             dist.all_gather(others, own_values.contiguous())
             assert all(map(torch.equal, others, others[1:]))
+            if hook in EXACT:
+                torch.testing.assert_close(own_values, 3 * mean)
         for handle in handles:
             handle.remove()
 
@@ -158,23 +183,27 @@ def test_many_fresh_pairs(run_ranks: Any, wrapper: str, hook: str) -> None:
     run_ranks(train, 2, wrapper, hook, "sum", 2, _FRESH_PAIRS, groups=False, timeout=120)
 
 
-def share_an_encoder(rank: int, size: int, wrapper: str) -> bool:
+def share_an_encoder(rank: int, size: int, wrapper: str) -> list[Tensor]:
     """Two wrappers around heads with one encoder, whose gradient both average."""
     encoder = nn.Linear(6, 6)
     heads = [nn.Sequential(encoder, nn.Linear(6, 1)) for _ in range(2)]
     models = [WRAPPERS[wrapper](head) for head in heads]
+    plain = copy.deepcopy(heads)
     for model in models:
         commhooks.register(model, ThreeRounds())
     for _ in range(3):
         _sum(models, torch.full((2, 6), rank + 1.0)).backward()
-    others = [torch.empty(6, 6) for _ in range(size)]
-    dist.all_gather(others, encoder.weight.grad)
-    return torch.equal(*others)
+    for peer in range(size):
+        (3 / size * _sum(plain, torch.full((2, 6), peer + 1.0))).backward()
+    for gradient, mean in zip(_gradients(heads), _gradients(plain), strict=True):
+        torch.testing.assert_close(gradient, mean)
+    return _gradients(models)
 
 
 @pytest.mark.parametrize("wrapper", ["own", "torch"])
 def test_an_encoder_in_two_wrappers(run_ranks: Any, wrapper: str) -> None:
-    assert run_ranks(share_an_encoder, 2, wrapper) == [True] * 2
+    first, second = run_ranks(share_an_encoder, 2, wrapper)
+    assert all(map(torch.equal, first, second))
 
 
 def break_one(rank: int, size: int, wrapper: str) -> list[Tensor]:
@@ -190,6 +219,9 @@ def break_one(rank: int, size: int, wrapper: str) -> list[Tensor]:
                 loss.backward()
         else:
             loss.backward()
+    means = _means(models, "sum", torch.full((2, 6), rank + 1.0))
+    for gradient, mean in zip(_gradients(models), means, strict=True):
+        torch.testing.assert_close(gradient, mean)
     return _gradients(models)
 
 
