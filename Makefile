@@ -37,7 +37,7 @@ demo: $(WITH)cli ## Train a small GPT on 2 ranks with three hooks, show what eac
 test: $(WITH)cli,results,test ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-all: $(WITH)cli,docs,integrations,results,test ## Run the exhaustive cases, which `make test` leaves out
+test-all: $(WITH)cli,docs,integrations,nvrtc,results,test ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
 
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.

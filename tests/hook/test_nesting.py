@@ -96,8 +96,9 @@ def test_config_and_source_make_an_equal_hook() -> None:
     assert eval(repr(EXPECTED), names | {"torch": torch}) == EXPECTED
 
 
+@pytest.mark.exhaustive
 def test_a_config_from_yaml() -> None:
-    yaml = pytest.importorskip("yaml")
+    yaml = pytest.importorskip("yaml")  # extra `docs`
     text = """
         name: test_outer
         inner: {name: test_outer, inner: {name: test_counting, dtype: bfloat16}}
@@ -110,6 +111,13 @@ def test_a_config_from_yaml() -> None:
     assert commhooks.create(yaml.safe_load(text)) == EXPECTED
     with pytest.raises(commhooks.CommHookOptionError, match=r"^inner: .* contains itself"):
         commhooks.create(yaml.safe_load("&hook {name: test_outer, inner: *hook}"))
+
+
+def test_a_config_that_contains_itself() -> None:
+    config: dict[str, Any] = {"name": "test_outer"}
+    config["inner"] = config
+    with pytest.raises(commhooks.CommHookOptionError, match=r"^inner: .* contains itself"):
+        commhooks.create(config)
 
 
 def test_paths_lead_to_nested_hooks() -> None:

@@ -46,6 +46,7 @@ def test_every_cuda_source_is_checked():
     assert {source.path for source in SOURCES} == set(DIRECTORY.glob("*.cu"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_has_nvrtc")
 def test_machine_code_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
@@ -59,6 +60,7 @@ def test_machine_code_is_compiled_once(tmp_path, monkeypatch):
             loader._machine_code(*other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_has_nvrtc")
 def test_the_error_contains_the_messages_of_the_compiler():
     with pytest.raises(

@@ -81,6 +81,7 @@ def test_everything_public_has_a_reference() -> None:
     assert public <= {name for pair in found for name in pair}
 
 
+@pytest.mark.exhaustive
 def test_formulas_become_mathml() -> None:
     mathml = pytest.importorskip("mathml")  # extra `docs`
     page = '<p><span class="arithmatex">\\(x_i &lt; 1\\)</span></p>'
@@ -92,6 +93,7 @@ def test_formulas_become_mathml() -> None:
     assert 'display="block"' in block
 
 
+@pytest.mark.exhaustive
 def test_reference_has_no_marks_for_sphinx() -> None:
     events = pytest.importorskip("events")  # extra `docs`
     page = "<p>As :class:<code>X</code>, for example::</p><p>::</p><pre>a::b</pre>"
