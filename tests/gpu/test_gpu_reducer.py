@@ -249,9 +249,10 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
         loss = model.module(x).square().mean()
         wanted = torch.autograd.grad(loss, list(model.module.parameters()))
         for one, other in zip(found, wanted, strict=True):
-            assert one.isfinite().all()
             if hook is None or isinstance(hook, Plain):
                 torch.testing.assert_close(one, other)
+            else:
+                assert (one - other).norm() <= 0.02 * other.norm()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -98,14 +98,17 @@ def test_gradients_of_globally_unused_parameters_do_not_change(view: bool) -> No
 
 def used_in_no_sync_only(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    x = torch.full((2, 4), float(rank + 1))
-    with model.no_sync():
-        model(x, [1]).sum().backward()
-    model(x, [0]).sum().backward()
-    weight = model.module.branches[1].weight
-    gathered = [torch.empty_like(weight) for _ in range(world_size)]
-    torch.distributed.all_gather(gathered, weight.grad)
-    assert torch.equal(gathered[0], gathered[1])
+    plain = Branches()
+    for step in range(3):
+        inputs = [torch.full((2, 4), float(peer + step + 1)) for peer in range(world_size)]
+        with model.no_sync():
+            model(inputs[rank], [1]).sum().backward()
+        model(inputs[rank], [0]).sum().backward()
+        for x in inputs:
+            (plain(x, [1]).sum().div(world_size) + plain(x, [0]).sum().div(world_size)).backward()
+        assert_same(gradients(model), gradients(plain))
+        model.zero_grad()
+        plain.zero_grad()
 
 
 def test_parameters_used_only_in_no_sync_are_averaged_later() -> None:
@@ -115,11 +118,17 @@ def test_parameters_used_only_in_no_sync_are_averaged_later() -> None:
 
 def nothing_used_on_rank_1(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    plain = Branches()
     if rank == 1:
         offset = torch.ones(2, 4, requires_grad=True)
         model.module.forward = lambda x, used: offset * x
-    model(torch.ones(2, 4), [0]).sum().backward()
-    assert model.module.trunk.weight.grad is not None
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0)
+        model(x, [0]).sum().backward()
+        plain(x, [0]).sum().div(world_size).backward()  # what rank 1 adds is zero
+        assert_same(gradients(model), gradients(plain))
+        model.zero_grad()
+        plain.zero_grad()
 
 
 def test_a_rank_that_uses_no_parameter_takes_part() -> None:

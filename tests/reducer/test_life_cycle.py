@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,6 +333,11 @@ def test_changing_requires_grad_raises() -> None:
     run_ranks(frozen, 2)
 
 
+def count_threads() -> int:
+    """Count the threads of this process, also those of Gloo and of the engine."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def delete(rank: int, world_size: int, hook: str | None) -> None:
     module = Net()
     for wrapping in range(200 if hook is None else 20):
@@ -345,12 +351,15 @@ def delete(rank: int, world_size: int, hook: str | None) -> None:
         if reducer() is not None:
             gc.collect()
         assert reducer() is None
+        if wrapping == 0:
+            threads = count_threads()
     module.zero_grad()
     module(torch.full((1, 4), float(rank))).sum().backward()
     of_ranks = [torch.empty(4, 4) for _ in range(world_size)]
     dist.all_gather(of_ranks, module.first.weight.grad)
     assert not torch.equal(*of_ranks)  # no hook averages any longer
-    assert threading.active_count() < 20
+    # Some are still ending. One that stays for each wrapper makes 19 more, or 199.
+    assert count_threads() < threads + 10
 
 
 @pytest.mark.parametrize("hook", [None, "powersgd"])
@@ -460,8 +469,15 @@ def data_loader(rank: int, world_size: int, method: str) -> None:
     commhooks.register(model, "powersgd", start_step=0)
     data = TensorDataset(torch.ones(8, 4))
     loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=method)
+    plain = Net()
     for (x,) in loader:
-        model(x).sum().backward()
+        model.zero_grad()
+        model(x + rank).sum().backward()
+        plain.zero_grad()
+        for peer in range(world_size):
+            (plain(x + peer).sum() / world_size).backward()
+        for ours, mean in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, mean.grad)
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
@@ -482,7 +498,10 @@ def alone(rank: int, world_size: int, hook: str | None) -> None:
         for m in (model, reference):
             m(torch.full((1, 4), float(rank + 1))).square().sum().backward()
         for ours, theirs in zip(model.module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+            if hook in (None, "allreduce"):
+                assert torch.equal(ours.grad, theirs.grad)
+            else:
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2])
