@@ -125,7 +125,9 @@ def test_times_are_consistent(comparison: Comparison) -> None:
 
 def test_memory(comparison: Comparison) -> None:
     peak = comparison.row("torch").peak_bytes
-    assert peak is None or peak >= 0
+    if peak is None:
+        pytest.skip("this system does not tell its peak")
+    assert peak >= GRADIENT_BYTES
 
 
 def test_training(comparison: Comparison) -> None:

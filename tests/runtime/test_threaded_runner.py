@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import re
 import threading
 import time
 import weakref
@@ -21,7 +22,6 @@ import commhooks
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.runtime import scheduler
-from commhooks.testing import RankError
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
 BUCKETS = 14
@@ -84,7 +84,7 @@ class Delayed(commhooks.CommHook):
         for stage in range(STAGES - 1):
             time.sleep(self.pauses.random() * self.milliseconds / 1e3)
             total = await comm.all_reduce(torch.cat([marker, marker.new_full((stage + 1,), 1.0)]))
-            assert total[0] == comm.size * bucket.index()
+            assert total[0] == comm.size * bucket.index(), "another bucket's numbers"
             marker = marker + total[-1] - comm.size
         time.sleep(self.pauses.random() * self.milliseconds / 1e3)
         total = await comm.all_reduce(bucket.buffer())
@@ -128,11 +128,19 @@ def train_without_order(rank: int, size: int) -> bool:
     return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
 
 
+OUT_OF_ORDER = (
+    "another bucket's numbers|data size doesn't match|did not finish within|died|[Tt]imed out"
+    "|closed by peer"
+)
+
+
 def test_issuing_at_once_fails(run_ranks: Any) -> None:
     """The test before this one can fail: with an abort, a hang or wrong numbers."""
     try:
         results = run_ranks(train_without_order, 2, timeout=10.0)
-    except (RankError, TimeoutError, RuntimeError, AssertionError):
+    except (RuntimeError, TimeoutError) as error:
+        if not re.search(OUT_OF_ORDER, str(error)):
+            raise
         return
     finally:
         commhooks.testing.close_ranks()  # the workers have a runner that was tampered with
