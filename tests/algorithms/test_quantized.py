@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lockstep import LockstepCommunicator, lockstep, make_bucket, take_step
+from support.lockstep import RecordingCommunicator, lockstep, make_bucket, take_step
 from support.quantized_steps import (
     ALL,
     AVERAGE_BITS,
@@ -264,7 +264,7 @@ def test_contributions_average_to_the_result(name, size):
     assert same_bits(results, twins)
 
 
-def contribution_of(comm: LockstepCommunicator) -> Tensor:
+def contribution_of(comm: RecordingCommunicator) -> Tensor:
     assert comm.contribution is not None
     return comm.contribution.double()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from support.lockstep import RecordingCommunicator, lockstep, make_bucket
 from torch import Tensor
 
 import commhooks
@@ -76,7 +76,7 @@ def memory(hook: CommHook, field: str = "error") -> Tensor:
 
 def take_step(
     hooks: list[CommHook], step: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], list[LockstepCommunicator]]:
+) -> tuple[list[Tensor], list[RecordingCommunicator]]:
     buckets = [make_bucket(gradients_of(rank, step, dtype), step) for rank in range(len(hooks))]
     return lockstep(hooks, buckets, wants_contribution=True)
 
@@ -212,8 +212,9 @@ def test_documented_algorithm_gives_the_results_and_the_state(
     generator = torch.Generator().manual_seed(size)
     for step in range(4):
         gradients = [torch.randn(n, generator=generator) for _ in range(size)]
-        drawn = draw_indices(n, k, torch.Generator().manual_seed(step), like=torch.empty(0))
-        results, _ = lockstep(hooks, [make_bucket({"p": g.clone()}, step) for g in gradients])
+        results, comms = lockstep(hooks, [make_bucket({"p": g.clone()}, step) for g in gradients])
+        seed = comms[0].generator.initial_seed()
+        drawn = draw_indices(n, k, torch.Generator().manual_seed(seed), like=torch.empty(0))
         names |= {"g": gradients, "sent": [torch.empty(0)] * size}
         with monkeypatch.context() as patched:
             patched.setattr(torch, "randperm", lambda _, drawn=drawn: drawn.long())

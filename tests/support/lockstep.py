@@ -1,83 +1,43 @@
-"""Runs one hook per rank inside this process, in lockstep: fast, and easy to inspect."""
+"""Simulated steps of one hook per rank, which keep what the ranks have sent."""
 
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commhooks import CommHook, GradBucket
+from commhooks import CommHook, Communicator, GradBucket
+from commhooks.comm.communicator import PendingCollective
+from support.simulated_ranks import simulate
 
 
-class Collective:
-    """An awaited collective. :func:`lockstep` receives it and sends back the result.
+class RecordingCommunicator(Communicator):
+    """Keeps in ``sent`` what this rank gives to its collectives, but not those of nested hooks."""
 
-    ``combine`` computes this rank's result from the tensors of all ranks.
-    """
-
-    def __init__(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
-        self.tensor = tensor
-        self.combine = combine
-
-    def __await__(self) -> Generator["Collective", Tensor, Tensor]:
-        return (yield self)
-
-
-class LockstepCommunicator:
-    """The part of a communicator that most hooks use. It keeps the tensors that were sent."""
-
-    def __init__(self, rank: int, size: int, step: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.step = step
-        self.generator = torch.Generator().manual_seed(step)
-        self.wants_contribution = False
-        self.contribution: Tensor | None = None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.sent: list[Tensor] = []
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Collective:
-        assert op == "sum"
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> PendingCollective:
         self.sent.append(tensor.clone())
-        return Collective(tensor, lambda tensors: tensor.copy_(torch.stack(tensors).sum(0)))
+        return super().all_reduce(tensor, op)
 
-    def all_gather(self, tensor: Tensor) -> Collective:
+    def all_gather(self, tensor: Tensor) -> PendingCollective:
         self.sent.append(tensor.clone())
-        return Collective(tensor, torch.stack)
+        return super().all_gather(tensor)
 
-    def all_to_all(self, tensor: Tensor) -> Collective:
+    def all_to_all(self, tensor: Tensor, *, with_own: bool = True) -> PendingCollective:
         self.sent.append(tensor.clone())
-        rank, size = self.rank, self.size
-        return Collective(tensor, lambda ts: torch.cat([t.chunk(size)[rank] for t in ts]))
+        return super().all_to_all(tensor, with_own=with_own)
 
 
 def lockstep(
     hooks: Sequence[CommHook], buckets: Sequence[GradBucket], *, wants_contribution: bool = False
-) -> tuple[list[Tensor], list[LockstepCommunicator]]:
+) -> tuple[list[Tensor], list[RecordingCommunicator]]:
     """Return the results of all ranks, and their communicators."""
-    comms = [
-        LockstepCommunicator(rank, len(hooks), bucket.step) for rank, bucket in enumerate(buckets)
-    ]
-    for comm in comms:
-        comm.wants_contribution = wants_contribution
-    runs: list[Coroutine[Any, Any, Tensor]] = [
-        hook.reduce(bucket, comm)  # type: ignore[arg-type]
-        for hook, bucket, comm in zip(hooks, buckets, comms, strict=True)
-    ]
-    answers: list[Any] = [None] * len(runs)
-    while True:
-        results: list[Tensor] = []
-        collectives: list[Collective] = []
-        for run, answer in zip(runs, answers, strict=True):
-            try:
-                collectives.append(run.send(answer))
-            except StopIteration as stop:
-                results.append(stop.value)
-        if results:
-            assert not collectives, "some ranks finished while others sent another collective"
-            return results, comms
-        assert len({collective.tensor.numel() for collective in collectives}) == 1
-        tensors = [collective.tensor.clone() for collective in collectives]
-        answers = [collective.combine(tensors) for collective in collectives]
+    return simulate(
+        hooks, buckets, kind=RecordingCommunicator, wants_contribution=wants_contribution
+    )
 
 
 def make_bucket(gradients: dict[str, Tensor], step: int = 0) -> GradBucket:

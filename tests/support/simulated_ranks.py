@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from commhooks import CommHook, Communicator, GradBucket
 from commhooks.comm.communicator import PendingCollective
 from commhooks.comm.exchange import Exchange
 
+C = TypeVar("C", bound=Communicator)
 Call = tuple[str, tuple[Any, ...]]
 
 
@@ -42,15 +43,19 @@ class _RecordingGroup(Group):
 
 
 def simulate(
-    hooks: Sequence[CommHook], buckets: Sequence[GradBucket]
-) -> tuple[list[Tensor], list[Communicator]]:
+    hooks: Sequence[CommHook],
+    buckets: Sequence[GradBucket],
+    *,
+    kind: type[C] = Communicator,  # type: ignore[assignment]
+    wants_contribution: bool = False,
+) -> tuple[list[Tensor], list[C]]:
     """Return the results of all ranks, and their communicators, which have counted the bytes.
 
     Exchanges that begin in this step have ended when it returns.
     """
     size = len(hooks)
     comms = [
-        Communicator(
+        kind(
             Group(rank, size),  # type: ignore[arg-type]
             step=buckets[rank].step,
             key=buckets[rank].key,
@@ -58,6 +63,8 @@ def simulate(
         )
         for rank in range(size)
     ]
+    for comm in comms:
+        comm.wants_contribution = wants_contribution
     steps = [hook.reduce(*given) for hook, *given in zip(hooks, buckets, comms, strict=True)]
     results = _run(steps, comms)
     for begun in zip(*(comm.begun for comm in comms), strict=True):
@@ -68,7 +75,7 @@ def simulate(
 
 
 def _run(
-    coroutines: Sequence[Coroutine[Any, Any, Tensor]], comms: list[Communicator]
+    coroutines: Sequence[Coroutine[Any, Any, Tensor]], comms: Sequence[Communicator]
 ) -> list[Tensor]:
     """Run one coroutine per rank to its end."""
     size = len(coroutines)
@@ -95,7 +102,7 @@ def _run(
 
 
 def _complete(
-    waiting: dict[int, PendingCollective], comms: list[Communicator], world: list[int]
+    waiting: dict[int, PendingCollective], comms: Sequence[Communicator], world: list[int]
 ) -> None:
     """Run the collectives that all of their ranks are waiting for."""
     found = bool(not waiting)

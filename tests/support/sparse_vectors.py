@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks import Communicator
 from commhooks.algorithms.sparse.messages import (
     GatheredVectors,
     SparseVector,
@@ -13,7 +14,7 @@ from commhooks.algorithms.sparse.messages import (
     write_message,
 )
 from commhooks.codecs.index_code import IndexCode
-from support.lockstep import LockstepCommunicator
+from support.simulated_ranks import Group
 
 
 def choose(numel: int, count: int, seed: int = 0) -> Tensor:
@@ -53,12 +54,12 @@ def gathered(messages: Tensor, vectors: Sequence[SparseVector], rank: int = 0) -
     return received
 
 
-class _Received(LockstepCommunicator):
+class _Received(Communicator):
     """Gathers what it is given instead of what is sent."""
 
     def __init__(self, messages: Tensor, rank: int) -> None:
-        super().__init__(rank, len(messages), 0)
-        self.size = 1  # with more ranks, long messages would be summed
+        # With more ranks than one, long messages would be summed.
+        super().__init__(Group(rank, 1), step=0, key="")  # type: ignore[arg-type]
         self.messages = messages
 
     async def all_gather(self, tensor: Tensor) -> Tensor:  # type: ignore[override]
