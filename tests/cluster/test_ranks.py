@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from commhooks.cluster import LaunchedRanks, RankPool, Ranks, RankStartError
 from commhooks.cluster.ranks import RankProcess
 from commhooks.cluster.worker import Call
 from commhooks.testing import RankError, close_ranks
+from commhooks.testing import ranks as testing_ranks
 
 
 def add_ranks(rank: int, world_size: int, offset: int, *, scale: int = 1) -> tuple[int, float, int]:
@@ -180,7 +181,7 @@ def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
     assert os.getpid() not in templates
     for template in templates:
         os.kill(template, signal.SIGKILL)
-    time.sleep(0.2)
+    _wait_until(lambda: not any(each.is_alive() for each in testing_ranks._pool._processes))
     with pytest.raises(RankError, match=r"died before this call"):
         run_ranks(add_ranks, 2, 0)
     run_ranks(add_ranks, 2, 0)
@@ -270,7 +271,7 @@ def test_crash_shows_where_the_rank_was(run_ranks: Any) -> None:
 def test_death_between_calls(run_ranks: Any) -> None:
     pids = run_ranks(pid)
     os.kill(pids[1], signal.SIGKILL)
-    time.sleep(0.2)
+    _wait_until(lambda: not testing_ranks._pool._processes[1].is_alive())
     with pytest.raises(RankError, match=r"rank 1 of 2 died before this call with exit code -9"):
         run_ranks(add_ranks, 2, 0)
     run_ranks(add_ranks, 2, 0)
@@ -346,10 +347,14 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
+    _wait_until(lambda: not any(map(_is_running, pids)))
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {pids}"
-        time.sleep(0.05)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _is_running(pid: int) -> bool:

@@ -169,7 +169,7 @@ def arrays(draw: Callable[..., object]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(drawn=arrays(), offset=st.integers(0, 5), byte_offset=st.integers(0, 5))
 def test_messages_match_numpy(name, drawn, offset, byte_offset):
     case, numel = CASES[name], len(drawn)

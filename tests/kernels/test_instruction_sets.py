@@ -42,7 +42,7 @@ def test_every_machine_has_the_plain_set_and_other_names_raise():
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     block=st.sampled_from([32, 64, 96, 128, 256, 512, 544, 1024, 4096]),
     blocks=st.integers(0, 40),

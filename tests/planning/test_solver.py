@@ -61,7 +61,7 @@ def test_plans_are_as_good_as_the_best_on_the_timeline_unless_that_saves_too_lit
     assert solve(problem).after.step_seconds <= best * 1.01 / 0.95 * 1.001
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_no_plan_leaves_the_limit(seed: int):
     plan = solve(random_problem(seed, buckets=4, groups=3, hooks=6))

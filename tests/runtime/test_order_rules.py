@@ -22,9 +22,7 @@ from commhooks.runtime.step_scheduler import Phase, StepScheduler, StepState
 STEPS = 3
 seeds = st.integers(0, 2**32)
 # Failures are not shrunk: programs are small as they are, and a broken rule shows at once.
-in_any_order = settings(
-    max_examples=20, deadline=None, phases=(hypothesis.Phase.reuse, hypothesis.Phase.generate)
-)
+in_any_order = settings(max_examples=20, phases=(hypothesis.Phase.reuse, hypothesis.Phase.generate))
 
 
 @st.composite
