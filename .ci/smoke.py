@@ -22,7 +22,7 @@ HOOKS = {"allreduce": {}, "bf16": {}, "int8": {}, "topk": {"density": 1.0}, "pow
 
 def train(rank: int, port: int, wrappers: list[type[nn.Module]]) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     for wrapper in wrappers:
         for name, options in HOOKS.items():
@@ -56,10 +56,8 @@ def main(kind: str) -> None:
             print(f"as expected: {error}")
         else:
             raise AssertionError("expected an error, found none")
-    with_port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = with_port.port
-    del with_port
-    mp.spawn(train, args=(port, wrappers), nprocs=SIZE)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(train, args=(store.port, wrappers), nprocs=SIZE)
     for command in (["list"], ["describe", "int8"], ["doctor"]):
         subprocess.run([sys.executable, "-m", "commhooks", *command], check=True)
 

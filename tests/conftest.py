@@ -6,7 +6,6 @@ The parent of xdist's workers runs no tests, so it does not spend seconds on imp
 import contextlib
 import gc
 import os
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -73,15 +72,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker

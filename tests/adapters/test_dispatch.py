@@ -3,13 +3,13 @@
 import itertools
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.dying_ranks import set_timeout
 from support.pages import run_page
 from support.states import hook_state
 from torch import Tensor, nn
@@ -258,8 +258,9 @@ def test_a_model_in_two_wrappers_is_refused(run_ranks: Any) -> None:
 
 
 def register_on_one_rank(rank: int, size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
     model = commhooks.DistributedDataParallel(make_net(), process_group=group)
+    set_timeout(1.0, group)
     message = "hook and options, which all ranks have to set together, failed"
     if rank == 0:
         with pytest.raises(commhooks.CommHookPeerError, match=message):

@@ -121,12 +121,16 @@ def test_a_copy_on_one_rank_needs_no_other(kind: type[nn.Module], hook: str | No
 
 
 def train_a_copy_alone(rank: int, world_size: int) -> None:
-    set_timeout(2.0)
+    set_timeout(2.0)  # which the wrapper keeps
     model = DistributedDataParallel(Net())
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        copy.deepcopy(model)(torch.ones(1, 4))
+        try:
+            copy.deepcopy(model)(torch.ones(1, 4))
+        finally:
+            store.set("rank 0 has trained a copy", "")
     else:
-        time.sleep(6.0)
+        store.wait(["rank 0 has trained a copy"])
 
 
 def test_a_copy_that_one_rank_trains_names_the_others() -> None:

@@ -1,6 +1,7 @@
 """Backward inside a torch.distributed.autograd context, which holds the gradients."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def train(rank: int, world_size: int, view: bool, hook: str | None, port: int) -> None:
+def train(rank: int, world_size: int, view: bool, hook: str | None, file: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-    options = dist.rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    options = dist.rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file}")
     dist.rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options
     )
@@ -52,6 +53,6 @@ def train(rank: int, world_size: int, view: bool, hook: str | None, port: int) -
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("hook", [None, "bf16"])
-def test_gradients_in_a_context_are_averaged(view: bool, hook: str | None, free_port: int) -> None:
-    run_ranks(train, 2, view, hook, free_port)
+def test_gradients_in_a_context_are_averaged(view: bool, hook: str | None, tmp_path: Path) -> None:
+    run_ranks(train, 2, view, hook, str(tmp_path / "ranks"))
     commhooks.testing.close_ranks()  # RPC leaves threads in the processes

@@ -17,6 +17,7 @@ from torch.futures import Future
 import commhooks
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.runtime.hook_thread import HookThread
 from commhooks.testing.probe import Trainer, draw_gradients
 
 DELAY = 2
@@ -242,6 +243,18 @@ class Busy(commhooks.CommHook):
 
     def recover(self) -> None:
         self.worked_in_recover = self.works
+        self.goes_on.set()
+
+    def goes_on_when_waited_for(self, patch: pytest.MonkeyPatch) -> None:
+        """Let the exchange go on when its thread is waited for, or else when the hook recovers."""
+        wait = HookThread.wait
+
+        def go_on_and_wait(thread: HookThread, *event: threading.Event) -> None:
+            if thread._name == "commhooks-exchange":
+                self.goes_on.set()
+            wait(thread, *event)
+
+        patch.setattr(HookThread, "wait", go_on_and_wait)
 
 
 def recover_while_busy(rank: int, size: int) -> bool | None:
@@ -252,8 +265,9 @@ def recover_while_busy(rank: int, size: int) -> bool | None:
         take_steps(trainer, rank, range(1, 2))
     while not hook.works:
         time.sleep(0.01)
-    threading.Timer(0.3, hook.goes_on.set).start()  # later than recover() would come
-    take_steps(trainer, rank, range(1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        hook.goes_on_when_waited_for(patch)
+        take_steps(trainer, rank, range(1, 2))
     return hook.worked_in_recover
 
 
@@ -265,11 +279,11 @@ def test_a_hook_recovers_when_aborted_exchanges_no_longer_run(run_ranks: Any) ->
 def join_while_busy(rank: int, size: int) -> bool | None:
     hook = Busy()
     trainer = Trainer(hook, stable_buckets=True)
-    with trainer.model.join():
+    with pytest.MonkeyPatch.context() as patch, trainer.model.join():
         take_steps(trainer, rank, range(1))
         while not hook.works:
             time.sleep(0.01)
-        threading.Timer(0.3, hook.goes_on.set).start()  # later than recover() would come
+        hook.goes_on_when_waited_for(patch)
     return hook.worked_in_recover
 
 

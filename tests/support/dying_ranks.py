@@ -165,11 +165,11 @@ def _die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
 
 
-def set_timeout(seconds: float) -> None:
-    """Set the time-out of the process group on this rank."""
+def set_timeout(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of a process group on this rank, by default of all ranks."""
     newest = getattr(dist, "set_timeout", None)  # from torch 2.15 on
     change = newest or dist.distributed_c10d._set_pg_timeout
-    change(timedelta(seconds=seconds), dist.group.WORLD)
+    change(timedelta(seconds=seconds), group or dist.group.WORLD)
 
 
 def _leave() -> None:
