@@ -8,25 +8,38 @@ PROGRAM = """
 import sys, threading, time
 from commhooks.comm.threads import abandon_thread, start_thread
 
-def tell(text):
-    time.sleep(0.2)
-    print(text, flush=True)
+is_late = sys.version_info < (3, 12)
+has_started, has_told = threading.Event(), threading.Event()
+
+def wait_for_the_end():
+    join(threading.main_thread())  # returns when the interpreter ends
 
 def tell_and_start():
-    tell("first")
-    start_thread("second", tell, "second")
+    if is_late:
+        wait_for_the_end()
+        time.sleep(0.2)  # when the interpreter waits for the first
+    start_thread("second", tell_second)
+    has_started.set()
+    wait_for_the_end()
+    print("first", flush=True)
+    has_told.set()
+
+def tell_second():
+    has_told.wait()
+    time.sleep(0.2)  # an interpreter that does not wait is gone by then
+    print("second", flush=True)
 
 def tell_and_join(thread, *args):
     if thread is endless:
         print("endless")
     join(thread, *args)
 
-start_thread("first", tell_and_start)
+join, threading.Thread.join = threading.Thread.join, tell_and_join
 endless = start_thread("endless", threading.Event().wait)
 abandon_thread(endless)
-join, threading.Thread.join = threading.Thread.join, tell_and_join
-if sys.version_info >= (3, 12):
-    time.sleep(0.3)  # until the first has started the second, which goes on
+start_thread("first", tell_and_start)
+if not is_late:
+    has_started.wait()
 """
 
 SLOW_START = """
@@ -35,7 +48,9 @@ from commhooks.comm.threads import start_thread
 
 def bootstrap(thread):
     if thread.name == "second":
-        time.sleep(0.6)  # while the interpreter ends
+        starting.release()
+        threading.main_thread().join()  # returns when the interpreter ends
+        time.sleep(0.1)
     bootstrap_now(thread)
 
 def start_many():
@@ -52,9 +67,11 @@ def tell():
     time.sleep(0.2)
     print("2", end=" ", flush=True)
 
+starting = threading.Semaphore(0)
 bootstrap_now, threading.Thread._bootstrap = threading.Thread._bootstrap, bootstrap
 start_thread("first", start_many)
-time.sleep(0.3)
+for _ in range(20):
+    starting.acquire()
 """
 
 
