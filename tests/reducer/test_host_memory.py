@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import re
 import select
 import signal
 import time
@@ -508,25 +509,38 @@ def late_after_a_failure(rank: int, world_size: int, views: bool) -> str:
     dist.all_gather_object(processes, os.getpid())
     dist.barrier()
     last_gradient = next(iter(model.parameters()))
+    store = dist.distributed_c10d._get_default_store()
+    has_given_up, has_read = f"has given up: {views}", f"has read: {views}"
+    where = "backward"
     if rank == 1:
         model.require_manual_backward_finalization = True
         last_gradient.register_hook(lambda _: stop_when_it_waits(processes[0]))
     else:
-        set_timeout(1)
+        set_timeout(2)
     try:
         model(1.0 + rank).backward()
         if rank == 1:
             os.kill(processes[0], signal.SIGCONT)
-            time.sleep(3)
+            store.wait([has_given_up])
+            where = "finalize_backward"
             model.finalize_backward()
     except RuntimeError as error:
-        time.sleep(4 * (1 - rank))  # this process still lives
-        return str(error)
+        if rank == 0:
+            store.set(has_given_up, "")
+            store.wait([has_read])  # this process still lives
+        return f"{where}: {error}"
+    finally:
+        store.set(has_read, "")
     return ""
 
 
 def stop_when_it_waits(process: int) -> None:
-    time.sleep(0.5)
+    """Stop a process that waits for its peer: its main thread has slept for a tenth of a second."""
+    seen = 0
+    while seen < 10:
+        time.sleep(0.01)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        seen = seen + 1 if state == "S" else 0
     os.kill(process, signal.SIGSTOP)
 
 
@@ -534,8 +548,8 @@ def stop_when_it_waits(process: int) -> None:
 def test_no_rank_returns_averages_of_a_peer_that_has_given_up(views: bool) -> None:
     """That peer drops its buckets, or packs its next gradients there."""
     first, second = run_ranks(late_after_a_failure, 2, views)
-    assert "Timed out waiting 1000 ms for rank 1" in first
-    assert "Connection closed by peer: rank 0" in second
+    assert "Timed out waiting 2000 ms for rank 1" in first
+    assert re.match("finalize_backward: .*Connection closed by peer: rank 0", second)
 
 
 def ways(rank: int, world_size: int) -> list[str]:
