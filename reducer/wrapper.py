@@ -157,8 +157,8 @@ class Wrapper(TorchDDP):
     def add_gradient_observer(self, observer: GradientObserver) -> None:
         """Call ``observer(parameters)`` in backward when these have their averaged ``.grad``.
 
-        It is called for one bucket at a time, on the thread that runs backward. An exception ends
-        the backward.
+        It is called for one bucket at a time, on the thread that runs backward. The first exception
+        is raised when all averages are written; no observer is called in between.
         """
         self.gradient_observers.append(observer)
         self._observe()

@@ -100,9 +100,8 @@ class _Half(CommHook):
         average = self._round(
             total, 1.0, total.new_empty(total.shape, dtype=self.wire_dtype), f"{place}:average"
         )
-        if (
-            comm.contribution is not None
-        ):  # the second rounding of its part counts as this rank's own
+        if comm.contribution is not None:
+            # The second rounding of its part counts as this rank's own.
             own = comm.contribution[part_of(buffer.numel(), comm.size, comm.rank)]
             own -= comm.size * (total - average)[: own.numel()]
         gathered = await comm.all_gather(average)

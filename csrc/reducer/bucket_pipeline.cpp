@@ -459,13 +459,18 @@ void BucketPipeline::unpack(
     const Lock lock(turn_.mutex);
     observer = observer_;
   }
-  if (observer && !positions.empty()) {
+  if (observer && !positions.empty() && !step_.observer_error) {
     std::vector<size_t> indices;
     indices.reserve(positions.size());
     for (const size_t position : positions) {
       indices.push_back(bucket.indices()[position]);
     }
-    (*observer)(indices);
+    try {
+      (*observer)(indices);
+    } catch (...) {
+      // Not at once: peers that are faster or slower may have launched more buckets or fewer.
+      step_.observer_error = std::current_exception();
+    }
   }
 }
 
@@ -502,6 +507,7 @@ void BucketPipeline::drain() {
       bucket->release();
     }
   }
+  const std::exception_ptr observer_error = step_.observer_error;
   {
     Lock lock(turn_.mutex);
     check_draining_locked();
@@ -510,6 +516,9 @@ void BucketPipeline::drain() {
     phase_ = Phase::Idle;
   }
   clear_step();
+  if (observer_error) {
+    std::rethrow_exception(observer_error);
+  }
 }
 
 void BucketPipeline::drain_buckets() {

@@ -5,6 +5,8 @@
 #include "reducer/layout.h"
 #include "reducer/recorder.h"
 
+#include <exception>
+
 namespace commhooks {
 
 // Note [Reducer states]
@@ -60,6 +62,7 @@ struct Step {
   size_t next_launch = 0;  // index of the first bucket that no hook has got
   size_t next_finish = 0;  // index of the first bucket that is not written back
   StepTimes times;
+  std::exception_ptr observer_error;  // thrown when all averages are written
 };
 
 }  // namespace commhooks

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -261,3 +262,40 @@ def observers(rank: int, world_size: int) -> None:
 
 def test_observers_get_one_bucket_at_a_time_with_averaged_gradients() -> None:
     run_ranks(observers, 2)
+
+
+def raise_on_rank_0(rank: int, world_size: int, hook: str) -> list[list[torch.Tensor]]:
+    """Of three buckets, the first raises at once, while other ranks go on to launch the others."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=6e-5)
+    handle = commhooks.register(model, hook)
+    found, calls = [], []
+
+    def fail(parameters: Sequence[nn.Parameter]) -> None:
+        calls.append(parameters)
+        if rank == 0:
+            raise ArithmeticError("not these")
+
+    for step in range(4):
+        model.zero_grad()
+        loss = model(torch.full((2, 4), rank + step + 1.0)).square().sum()
+        if step == 1:
+            model.add_gradient_observer(fail)
+            with pytest.raises(ArithmeticError) if rank == 0 else nullcontext():
+                loss.backward()
+            model.remove_gradient_observer(fail)
+        else:
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert handle.adapter.steps == 4
+    assert len(calls) == (1 if rank == 0 else 3)
+    return found
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "int8"])
+def test_ranks_average_all_buckets_when_an_observer_raises(hook: str) -> None:
+    ours, theirs = run_ranks(raise_on_rank_0, 2, hook)
+    for some, others in zip(ours, theirs, strict=True):
+        assert len(some) == 3
+        assert all(map(torch.equal, some, others))
