@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.lockstep import LockstepCommunicator, make_bucket, take_step
+from support.lockstep import make_bucket, take_step
 from support.lockstep import draw_gradients as draw
+from support.simulated_ranks import Group
 from torch import Tensor
 
 import commhooks
@@ -138,7 +139,8 @@ def test_errors_of_averages_survive_a_step_that_fails() -> None:
     for rank, hook in enumerate(hooks):
         gradients = draw(shapes, rank, 2, torch.float32)
         bucket = make_bucket({name: gradients[name] for name in "ba"}, 2)  # other parts
-        run: Any = hook.reduce(bucket, LockstepCommunicator(rank, 2, 2))  # type: ignore[arg-type]
+        comm = commhooks.Communicator(Group(rank, 2), step=2, key=bucket.key)  # type: ignore[arg-type]
+        run: Any = hook.reduce(bucket, comm)
         run.send(None)
         with pytest.raises(ValueError, match="lost"):
             run.throw(ValueError("lost"))
