@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.lockstep import make_bucket, take_step
 from support.lockstep import draw_gradients as draw
+from support.lockstep import make_bucket, take_step
 from support.simulated_ranks import Group
 from torch import Tensor
 
