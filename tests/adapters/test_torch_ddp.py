@@ -135,6 +135,10 @@ def test_refused_in_join(run_ranks: Any, hook: str, options: dict[str, bool], me
     run_ranks(refuse_uneven, 2, hook, options, message)
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="torch's wrapper makes a CUDA stream for mixed precision",
+)
 def test_torchs_mixed_precision_has_a_hook_of_its_own(run_ranks: Any) -> None:
     run_ranks(refuse_mixed_precision, 1)
 
