@@ -271,6 +271,15 @@ def test_bad_input_of_compare(more: list[str], status: int, says: str) -> None:
     assert says in compare_small(*more, status=status)
 
 
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so the answer of the system is replaced."""
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, _: asked.append(path))
+    text = compare_small("--json", str(tmp_path / "new.json"), status=2)
+    assert "cannot write" in text
+    assert asked == [tmp_path]
+
+
 @pytest.fixture
 def _not_ignoring_interrupts() -> Iterator[None]:
     """Restore the handler: in the background, shells and their children ignore interrupts."""

@@ -307,6 +307,14 @@ def test_on_ranks_of_a_job(run_ranks: Any) -> None:
     assert not re.search(r"\bslow$", str(found), re.M)
 
 
+def test_a_link_that_is_named_twice_has_one_row() -> None:
+    found = compare(
+        "support.compared:net", ["bf16"], links=[1e9, 1e9], measure_links=False, steps=2
+    )
+    rows = [(row.hook, row.link) for row in found.rows]
+    assert len(rows) == len(set(rows))
+
+
 def compare_over_links_on_hosts(rank: int, size: int) -> None:
     with (
         LaunchedRanks() as ranks,

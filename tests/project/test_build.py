@@ -152,3 +152,18 @@ def test_devices_and_the_environment_choose_the_architectures(
         os.environ.update(given)
         extensions.engine()
         assert os.environ.get("TORCH_CUDA_ARCH_LIST") == named
+
+
+def test_an_nvcc_that_does_not_work_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(CSRC)
+    import extensions
+
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho no licence >&2\nexit 3\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert extensions.nvcc_version() == 0
+    assert "no licence" in capsys.readouterr().err

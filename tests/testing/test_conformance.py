@@ -55,6 +55,15 @@ def test_on_three_ranks(name):
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
 
 
+def test_the_place_of_an_error_may_be_beside_the_framework() -> None:
+    """Such as a package whose name begins with that of this one."""
+    error = ValueError("broken")
+    folder = conformance._FRAMEWORK[0].rstrip("/")
+    error.add_note(f'File "{folder}_mine/hooks.py", line 3, in reduce\n')
+    error.add_note(f'File "{folder}/runtime/execution.py", line 5, in step\n')
+    assert conformance._place(error) == f", at {folder}_mine/hooks.py:3 in reduce"
+
+
 @pytest.mark.usefixtures("run_ranks")
 def test_on_one_rank() -> None:
     check_hook(functools.partial(commhooks.create, "int8"), world_size=1)
