@@ -119,7 +119,7 @@ cuda: $(WITH)nvrtc$(if $(shell command -v nvcc),,$(COMMA)nvcc) ## Compile every 
 	PYTHONPATH=csrc:tests $(BIN)/python -m cuda_compile
 
 docs: $(WITH)docs ## Build the documentation site in build/docs; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-site: docs ## Open every page of the site in headless Chromium, which has to be there
 	PYTHONPATH=tests $(BIN)/python -m browser_check build/docs $(SITE_ARGS)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
 
 _module: pytest.StashKey[ModuleBenchmarks] = pytest.StashKey()
@@ -53,22 +55,28 @@ def hook_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> HookBenchm
     return HookBenchmarks(stash[_module], benchmark, options)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """Time the hooks of a module after its last test, unless the session ends before."""
     stash = item.config.stash
-    if _module in stash and (nextitem is None or nextitem.path != item.path):
-        module = stash[_module]
-        del stash[_module]
-        try:
-            if not (item.session.shouldfail or item.session.shouldstop):
-                # pytest-timeout times this one test. The time-out of the ranks remains.
-                if cancel := getattr(item.config.hook, "pytest_timeout_cancel_timer", None):
-                    cancel(item=item)
-                module.time_in_turn()
-        finally:
-            module.close()
-            stash.setdefault(_tables, {}).update(module.tables)
+    try:
+        if _module in stash and (nextitem is None or nextitem.path != item.path):
+            module = stash[_module]
+            del stash[_module]
+            try:
+                if not (item.session.shouldfail or item.session.shouldstop):
+                    # pytest-timeout times this one test. The time-out of the ranks remains.
+                    if cancel := getattr(item.config.hook, "pytest_timeout_cancel_timer", None):
+                        cancel(item=item)
+                    module.time_in_turn()
+            finally:
+                module.close()
+                stash.setdefault(_tables, {}).update(module.tables)
+    finally:
+        result = yield  # to pytest, which ends the fixtures also if a hook has failed
+    return result
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-benchmark's table

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import tables
-from bench.fidelity.runs import Record, Row, Run, spread
+from bench.fidelity.runs import Record, Row, Run
 from bench.fidelity.tasks import LANGUAGE
 from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook, trained_on
 from bench.fidelity.training import fit
@@ -42,7 +42,7 @@ ALONE = "noop"
 _SETTLED = 200
 """Steps after which all warm-ups are over, and the time of a step is the same to the end."""
 _CLOSE, _FAR = 0.01, 0.05
-"""The headline has the fastest hooks whose loss changes by at most that much."""
+"""The largest mean changes of the loss with which a hook gets there, and is in the headline."""
 _LIMIT = 0.02
 """The largest change of the loss on the published tasks, unless the headline tells it."""
 _SEED = 0
@@ -105,8 +105,7 @@ class Course:
 class Courses:
     """The trainings with all hooks that have runs, by name, from the results in a folder.
 
-    ``plain``: that with plain averaging. ``spread``: the range of its losses over seeds, relative
-    to their mean.
+    ``plain``: that with plain averaging.
     """
 
     def __init__(self, results: Path) -> None:
@@ -122,14 +121,13 @@ class Courses:
             real = {rate: run for rate in RATES for run in record.runs(TASK, trained, rate)}
             self.by_hook[trained.hook] = Course(row, measured, real)
         self.plain = self.by_hook[REFERENCE]
-        self.spread = spread(self.plain.row.runs)
 
     def arrives(self, course: Course) -> bool:
-        """Return whether a hook ends at plain averaging's loss, as far as chance lets one see.
+        """Return whether a hook ends close to plain averaging's loss.
 
         The learning rate falls to zero with the last step, so all trainings have the same length.
         """
-        return course.row.change <= self.spread
+        return course.row.change <= _CLOSE
 
     def faster(self, course: Course, other: str, rate: float) -> float:
         """Return the time of the training with another hook, divided by that with this one."""
@@ -185,7 +183,7 @@ def facts(courses: Courses, worst: Mapping[str, float]) -> dict[str, str]:
         "language parameters": _parameters(),
         "language seeds": str(len(runs)),
         "language loss": f"{mean(run.loss for run in runs):.3f}",
-        "language spread": f"{100 * courses.spread:.1f} %",
+        "language close": f"{100 * _CLOSE:.0f} %",
         "language machine": "{cpu}, {cores} cores, torch {torch}, Python {python}".format(
             **courses.about
         ),
@@ -208,13 +206,13 @@ def facts(courses: Courses, worst: Mapping[str, float]) -> dict[str, str]:
 def headline(courses: Courses, worst: Mapping[str, float]) -> str:
     """Return the result over the slowest link.
 
-    Of the fastest hook that gets there, of the fastest that ends close to it, of the fastest that
-    loses little, and of ranks alone. ``worst``: see :func:`facts`.
+    Of the fastest hook that gets there, of the fastest that loses little, and of ranks alone.
+    ``worst``: see :func:`facts`.
     """
     rate = HEADLINE
     hooks = [each for each in courses.over(rate) if each.name not in (REFERENCE, ALONE)]
     safe = [each for each in hooks if worst[each.name] <= _LIMIT]
-    limits = ((safe, courses.spread), (safe, max(courses.spread, _CLOSE)), (hooks, _FAR))
+    limits = ((safe, _CLOSE), (hooks, _FAR))
     fastest = (next((it for it in of if it.row.change <= limit), None) for of, limit in limits)
     named = {each.name: each for each in fastest if each is not None}
     plain, alone = courses.plain, courses.by_hook[ALONE]

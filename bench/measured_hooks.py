@@ -31,7 +31,8 @@ from reducer.native import HostGroup
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
 EIGHT_BITS = 0.1
-SPARSE = 1.0
+FOUR_BITS = 0.3
+SPARSE = 1.0  # that of zeros, which is not allowed
 UNBIASED = 2.0
 
 
@@ -47,9 +48,10 @@ _BY_LARGEST_ERROR: dict[float | None, tuple[str, ...]] = {
     EIGHT_BITS: ("fp8", "int8", "hierarchical:inner=int8,ranks_per_node=2",
                  'route:rules=[["*bias","allreduce"]],default=int8',
                  "guard:inner=int8,max_error=0.5"),
+    FOUR_BITS: ("int4", "fp4", 'schedule:stages=[[0,"int4"]]'),
     SPARSE: ("topk:warmup_steps=0", "shared_topk:warmup_steps=0", "dgc:warmup_steps=0",
              "threshold:value=1e-7", "powersgd:rank=4,start_step=0",
-             "batched_powersgd:start_step=0", 'schedule:stages=[[0,"int4"]]'),
+             "batched_powersgd:start_step=0"),
     UNBIASED: ("qsgd", "terngrad", "randomk"),
     None: ("noop", "gossip", "push_sum", "local_sgd", "diloco"),
 }  # fmt: skip

@@ -73,7 +73,7 @@ def facts(results: Path) -> dict[str, str]:
         **_comparison(newest(results, "*-compare-1gbit.json")["rows"]),
         **_torch_hooks(newest(results, "*-torch-hooks.json")),
         "gpu links": _gpu_links(sorted(results.glob("*-shared-links.json"))),
-        **gpu_page.facts(next(run for run in gpu_runs if {"stages", "machine"} <= run.keys())),
+        **gpu_page.facts(next(run for run in gpu_runs if gpu_page.has_aims(run))),
     }
 
 

@@ -27,21 +27,24 @@ STAGES = 50
 POWERSGD = "powersgd:rank=4,start_step=0"
 
 
-def check_error(first: FirstSteps, hook: str) -> None:
-    """Check that a first error is within the limit of ``hook``."""
+def check_error(first: FirstSteps, hook: str, noop_error: float) -> None:
+    """Check that a first error is below the limit of ``hook``, and that it has averaged."""
     limit = MEASURED_HOOKS[hook]
     assert first.error is not None
     assert limit is not None
-    assert first.error <= limit
+    assert first.error < limit
+    assert first.error != pytest.approx(noop_error, rel=1e-5)
+    assert first.error != pytest.approx(1.0, rel=1e-5)  # that of zeros
 
 
 def verified(benchmark: Any, hook_benchmark: HookBenchmarks, hook: str, **place: Any) -> None:
     """Benchmark a hook whose first error is within its limit."""
     first = hook_benchmark(entry_of(hook), steps=STEPS, **place)
+    noop_error = benchmark.extra_info["noop_error"]
     if MEASURED_HOOKS[hook] is not None:
-        check_error(first, hook)
+        check_error(first, hook, noop_error)
     else:
-        assert first.error == pytest.approx(benchmark.extra_info["noop_error"], rel=1e-5)
+        assert first.error == pytest.approx(noop_error, rel=1e-5)
 
 
 @pytest.mark.parametrize("hook", LARGE)
@@ -68,7 +71,7 @@ def small_batch() -> Tensor:
 
 @pytest.mark.parametrize("form", ["{0}", "{1}", "{1},sharded=false"])
 @pytest.mark.parametrize("inner", ["allreduce", "int8", "int4", POWERSGD])
-def test_two_hosts(hook_benchmark: HookBenchmarks, inner: str, form: str) -> None:
+def test_two_hosts(benchmark: Any, hook_benchmark: HookBenchmarks, inner: str, form: str) -> None:
     """Measure hooks and both forms of ``hierarchical`` around them on 2 hosts of 2 ranks.
 
     ``hierarchical``: at most 0.72 of plain averaging, around ``int8`` at most 0.85 of ``int8``.
@@ -77,15 +80,20 @@ def test_two_hosts(hook_benchmark: HookBenchmarks, inner: str, form: str) -> Non
     place: dict[str, Any] = {"world_size": 4, "link": "1gbit", "ranks_per_host": 2, "steps": 12}
     wrapper = {"bucket_cap_mb": 8}
     first = hook_benchmark(hook, model=ThreeLayers, batch=small_batch, wrapper=wrapper, **place)
-    check_error(first, inner)
+    check_error(first, inner, benchmark.extra_info["noop_error"])
 
 
 @pytest.mark.parametrize("name", ["torch powersgd", POWERSGD])
-def test_powersgd_in_one_bucket(hook_benchmark: HookBenchmarks, name: str) -> None:
-    """Measure PowerSGD in one bucket: torch's hangs or aborts on several over Gloo."""
+def test_powersgd_in_one_bucket(benchmark: Any, hook_benchmark: HookBenchmarks, name: str) -> None:
+    """Measure PowerSGD in one bucket: torch's hangs or aborts on several over Gloo.
+
+    Torch's averages exactly in the first steps, of which only its exactness can be verified.
+    """
     wrapper = {"bucket_cap_mb": 1000}
     first = hook_benchmark(entry_of(name), model=two_layers, steps=STEPS, wrapper=wrapper)
-    check_error(first, POWERSGD)
+    check_error(
+        first, POWERSGD if name == POWERSGD else "allreduce", benchmark.extra_info["noop_error"]
+    )
 
 
 @dataclass

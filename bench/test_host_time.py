@@ -118,6 +118,7 @@ def test_host_time(
     monkeypatch.setitem(kernels.BACKENDS, "cpu", Nothing())
     make, shapes = SUBJECTS[name]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    monkeypatch.setattr(stream_runner, "SENDS_ALONE", device == "cuda")  # as torch's hooks do
     buffer = torch.randn(sum(math.prod(shape) for shape in shapes), device=device)
     runner, bucket = runner_and_bucket(make(), shapes, buffer, group)
     runner(bucket).wait()
@@ -133,7 +134,6 @@ def test_replay(
 ) -> None:
     """Measure the same for a bucket that is replayed; without a GPU, the replay does nothing."""
     monkeypatch.setattr(replays, "MAX_CAPTURES", 1)
-    monkeypatch.setattr(stream_runner, "SENDS_ALONE", dist.get_backend(group) == "nccl")
     if dist.get_backend(group) != "nccl":
         monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)

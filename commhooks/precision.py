@@ -29,7 +29,8 @@ def scaled_cast(values: Tensor, scale: float, out: Tensor) -> Tensor:
 
     On the CPU as the reducer packs buckets for its own hooks: torch would write the product first.
     """
-    if values.is_cpu and values.is_contiguous() and native.has_kernels("cpu"):
+    is_plain = values.is_cpu and values.is_contiguous() and not values.is_neg()
+    if is_plain and native.has_kernels("cpu"):
         native.pack([values], out, scale)
         return out
     return torch.mul(values, scale, out=out)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,11 @@ def main() -> None:
     args = parse_args()
     dist.init_process_group()
     trainer = Trainer(args)
-    if args.resume and args.checkpoint_dir:
-        trainer.restore(args.checkpoint_dir)
+    if args.checkpoint_dir:
+        if args.resume:
+            trainer.restore(args.checkpoint_dir)
+        elif any(args.checkpoint_dir.glob("step-*")):
+            sys.exit(f"{args.checkpoint_dir} holds another run; continue it with --resume")
     while trainer.steps_done < args.steps:
         loss = trainer.step()
         if dist.get_rank() == 0:

@@ -1,7 +1,5 @@
 """Check that all ranks have the same value."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import threading

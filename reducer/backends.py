@@ -28,8 +28,6 @@ which have not run here on a device:
               no groups, do not appear in it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Check what DistributedDataParallel wraps, make ranks equal, and make its reducer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

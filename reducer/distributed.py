@@ -1,7 +1,5 @@
 """DistributedDataParallel: a module wrapper that averages gradients over ranks during backward."""
 
-from __future__ import annotations
-
 import functools
 import time
 import warnings
@@ -35,12 +33,7 @@ from reducer.mixed_precision import ParameterCasts
 from reducer.native import AverageHook, GradBucket, HostGroup
 from reducer.nested_tensors import tensors_in, through_sink
 from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
-from reducer.options import (
-    GroupKeys,
-    WrapperOptions,
-    bucket_sizes,
-    delayed_names,
-)
+from reducer.options import GroupKeys, WrapperOptions, bucket_sizes, delayed_names
 from reducer.peers import collective, wait
 from reducer.trained_parameters import TrainedParameters
 from reducer.wrapper import Wrapper

@@ -1,7 +1,5 @@
 """The errors that both packages raise; :mod:`commhooks.errors` has the others."""
 
-from __future__ import annotations
-
 
 class CommHookError(RuntimeError):
     """Base class of all errors of this package; also raised if a hook's own code fails."""

@@ -1,7 +1,5 @@
 """The hook of a wrapper's reducer, and what the wrapper knows about it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +93,11 @@ class HookRegistration:
 
         Raises RuntimeError if there is one already.
         """
+        if self.name is not None and not self.is_taken:
+            raise RuntimeError(
+                f"the model has the hook {self.name!r} already, from `commhooks.register`; use "
+                "replace() of its handle, commhooks.handle_of(model), or remove() it first"
+            )
         if self.is_taken:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Use "

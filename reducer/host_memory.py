@@ -3,8 +3,6 @@
 Note [Host memory] in csrc/host/host_group.h describes how ranks then average.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -11,8 +11,6 @@ broadcasts is the highest rank that still has inputs. When all ranks have finish
 rank that finished last is broadcast.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +40,7 @@ class StepPlan:
         is_active: bool,
         synchronizes: bool = False,
         syncs_buffers: bool = False,
-    ) -> StepPlan:
+    ) -> "StepPlan":
         """Combine the plans of all ranks. Collective: one all-gather of three bytes."""
         own = torch.tensor(
             [is_active, synchronizes, syncs_buffers], dtype=torch.uint8, device=model.device

@@ -1,7 +1,5 @@
 """The logging data of torch's wrapper, under torch's keys."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

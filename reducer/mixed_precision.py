@@ -15,8 +15,6 @@ casts. The casts stay until backward has ended, because activation checkpointing
 forward again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

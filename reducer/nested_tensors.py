@@ -12,8 +12,6 @@ these arrive at the reducer like all others::
               <--- none     ---+--------+
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -11,8 +11,6 @@ them for the call of ``step()``. Its state, its options and its learning-rate sc
 therefore those of one ordinary optimizer.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

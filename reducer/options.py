@@ -1,6 +1,6 @@
 """The options of DistributedDataParallel, and the keys that keep parameters in separate buckets."""
 
-from __future__ import annotations
+from __future__ import annotations  # native.ReducerOptions is missing without extensions
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ The error names the lost ranks. A rank that gets here
 The group cannot be used any more, but with a rank missing it could not be used anyway.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -35,12 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    _broadcast_coalesced,
-)
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _broadcast_coalesced
 
 from reducer.errors import CommHookError, CommHookPeerError
 

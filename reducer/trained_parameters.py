@@ -21,8 +21,6 @@ A second call of a module's ``__init__`` is not seen, because it replaces the di
 compared: the next step raises the error about parameters without gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """The base class of the wrapper: torch's class, and what the parts of the wrapper know of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,7 +89,7 @@ class Wrapper(TorchDDP):
     )
 
     @property
-    def logger(self) -> Wrapper:  # type: ignore[override]
+    def logger(self) -> "Wrapper":  # type: ignore[override]
         """The wrapper itself; torch keeps its logging data in another object."""
         return self
 

@@ -7,8 +7,6 @@ backward of the last microbatch itself: it averages the gradients of all. Manual
 Lightning announces a backward before forward returns. Here, a step also has to be prepared.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Sequence

@@ -42,6 +42,10 @@ def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) 
     flat = flat_of(tensors, wire)
     native.pack(tensors, flat, 0.5)
     assert torch.equal(flat, torch.cat([(t.float() * 0.5).to(wire).view(-1) for t in tensors]))
+    unpacked = [torch.empty_like(tensor) for tensor in tensors]
+    native.unpack(flat, unpacked)
+    assert torch.equal(torch.cat([t.view(-1) for t in unpacked]), flat.to(dtype))
+    del unpacked
     like = flat if way == "pack" else flat_of(tensors, dtype)
     pack, unpack = partial(native.pack, tensors, flat, 0.5), partial(native.unpack, flat, tensors)
     run = pack if way == "pack" else unpack
@@ -57,6 +61,9 @@ def test_many_small(benchmark: Any, way: str) -> None:
     views = list(flat.split(256))
     native.pack(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
+    unpacked = [torch.empty_like(tensor) for tensor in tensors]
+    native.unpack(flat, unpacked)
+    assert torch.equal(torch.cat(unpacked), flat)
     pack, unpack = partial(native.pack, tensors, flat), partial(native.unpack, flat, tensors)
     to, source, run = (views, tensors, pack) if way == "pack" else (tensors, views, unpack)
 

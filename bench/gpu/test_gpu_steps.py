@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
@@ -15,6 +16,7 @@ from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
 from bench.test_host_time import runner_and_bucket
 from commhooks.lab.networks import GPT2Small
+from commhooks.runtime import stream_runner
 from reducer import DistributedDataParallel
 
 
@@ -39,8 +41,9 @@ def run_backward(model: nn.Module, gradients: list[Tensor]) -> None:
 
 @pytest.mark.benchmark(group="gpu: PowerSGD rank 4, GPT-2 small")
 @pytest.mark.usefixtures("group")
-def test_powersgd(benchmark: Any) -> None:
+def test_powersgd(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure what the hook adds to a backward that only writes gradients, for ours and torch's."""
+    monkeypatch.setattr(stream_runner, "SENDS_ALONE", True)  # as torch's hook does
     theirs = TorchDDP(Parameters(), bucket_cap_mb=25)
     state = torch_powersgd.PowerSGDState(
         dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2
@@ -66,8 +69,11 @@ def test_powersgd(benchmark: Any) -> None:
 
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
-def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
+def test_topk(
+    benchmark: Any, group: dist.ProcessGroup, feedback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Run the whole hook, which also replaces the gradients and keeps the residual."""
+    monkeypatch.setattr(stream_runner, "SENDS_ALONE", True)
     buffer = torch.randn(1 << 26, device="cuda")
     hook = commhooks.create("topk", density=0.01, warmup_steps=0, error_feedback=feedback)
     runner, bucket = runner_and_bucket(hook, [(buffer.numel(),)], buffer, group)
@@ -89,13 +95,17 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 def test_training_step(benchmark: Any, view: bool) -> None:
-    """Time forward, backward and AdamW with a batch of 8 × 1024 tokens."""
+    """Time forward, backward and AdamW with a batch of 8 × 1024 tokens.
+
+    Both call the same function for each bucket: our own average sends nothing on one rank.
+    """
     tokens, targets = (part.repeat(8, 8).cuda() for part in GPT2Small.example_input())
     runs = {}
     for name, wrapper in [("torch", TorchDDP), ("ours", DistributedDataParallel)]:
         torch.manual_seed(0)
         module = GPT2Small().cuda().to(torch.bfloat16)
-        model: nn.Module = wrapper(module, gradient_as_bucket_view=view)
+        model = wrapper(module, gradient_as_bucket_view=view)
+        model.register_comm_hook(None, allreduce_hook)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         runs[name] = partial(run_step, model, optimizer, tokens, targets)
     losses = {name: [run() for _ in range(5)] for name, run in runs.items()}

@@ -14,8 +14,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.adapters.training_loop import LateBackwards
-from commhooks.comm.agreement import check_agreement
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, CommHookMismatchError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
@@ -24,9 +23,9 @@ from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, StatsCollector
 from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
-from commhooks.state.layout import Ranks
+from commhooks.state.layout import DistributedModel
 from reducer import GradBucket
-from reducer.agreement import values_of_ranks
+from reducer.agreement import check_agreement, values_of_ranks
 from reducer.backends import GLOO, family_of
 from reducer.peers import collective
 
@@ -39,7 +38,7 @@ TorchHook = Callable[[Any], Future[Tensor]]
 """A torch-style hook with its state bound."""
 
 
-class Adapter(Ranks, ABC):
+class Adapter(DistributedModel, ABC):
     """Installs hooks on one wrapped model, observes them, and knows which one is installed.
 
     It keeps what it needs of the model, but not the model, so that the model can be freed.
@@ -90,7 +89,7 @@ class Adapter(Ranks, ABC):
 
         Collective. Return a number that is the same on all ranks of :attr:`group`.
         """
-        return check_agreement(self.group, self.device, what, value)
+        return check_same(self.group, self.device, what, value)
 
     def problem_of_any(self, problem: str | None) -> str | None:
         """Return ``problem``, or that of a rank that shares the model, but not the group.
@@ -249,3 +248,21 @@ def make_runner(
         runner.close()
         raise
     return runner
+
+
+def check_same(group: dist.ProcessGroup, device: torch.device, what: str, text: str) -> int:
+    """Raise CommHookMismatchError on every rank unless all have the same ``text``.
+
+    Collective: 16 bytes from each rank, on ``device``; texts are sent only if they differ. Returns
+    a random number, which is the same on all ranks.
+    """
+
+    def explain(texts: Sequence[str]) -> CommHookMismatchError:
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        return CommHookMismatchError(
+            f"[rank {group.rank()}] expected the same {what} on all ranks, found on rank 0: "
+            f"{texts[0]}; on rank {other}: {texts[other]}. Nothing was changed."
+        )
+
+    comparison = f"the comparison of the ranks' {what}, which all ranks have to set together,"
+    return check_agreement(text, group, device, explain, comparison)

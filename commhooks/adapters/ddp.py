@@ -25,8 +25,6 @@ class DDPAdapter(Adapter):
     """Puts hooks on our own reducer."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        if model.hook_registration.is_taken:
-            raise CommHookError(IS_TAKEN)
         self._reducer = model.reducer
         of_buckets = self._reducer.bucket_stats()
         reduced = {
@@ -53,6 +51,11 @@ class DDPAdapter(Adapter):
     @property
     def group(self) -> dist.ProcessGroup:
         return self._reducer.process_group
+
+    def check(self, hook: CommHook | TorchHook) -> None:
+        if self._registration.is_taken:
+            raise CommHookError(IS_TAKEN)
+        super().check(hook)
 
     @property
     def steps(self) -> int:
@@ -180,9 +183,10 @@ class DDPAdapter(Adapter):
             return self._native_wire_bytes(counts)
         if self._runner is None:
             return None
-        sent = self._collector.wire_bytes(counts["key"])
         steps: int = counts["steps"]
         native_steps, _ = self._native_sums(counts)
+        # C++ leaves out the step before buckets were rebuilt, also of buckets that stay the same.
+        sent = self._collector.wire_bytes(counts["key"], steps - native_steps)
         if native_steps == 0:
             return sent
         native_sent = native_steps * self._native_wire_bytes(counts)

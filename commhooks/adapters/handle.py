@@ -20,9 +20,16 @@ from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
 from commhooks.adapters.trace import trace
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.extensions import KERNELS
-from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
-from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare
+from commhooks.hook.base import (
+    CommHook,
+    ModelInfo,
+    check_nesting,
+    has_consensus,
+    is_lossless,
+    prepare_all,
+    tree,
+)
+from commhooks.hook.registry import hook_of
 from commhooks.runtime import replays
 from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
@@ -329,18 +336,14 @@ def _agreed(
             raise
     if failure is not None:
         raise failure
+    if isinstance(new, CommHook):
+        _note_use(new, adapter)
     return new, token
 
 
 def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | _FunctionHook:
-    if isinstance(hook, str | Mapping):
-        return create(hook, **options)
-    if isinstance(hook, CommHook):
-        if options:
-            raise CommHookOptionError(
-                f"{hook!r} has its options already; found additional options {sorted(options)}"
-            )
-        return hook
+    if isinstance(hook, str | Mapping | CommHook):
+        return hook_of(hook, options)
     if isinstance(hook, type) or not callable(hook):
         raise CommHookError(
             f"expected the name of a hook, a config, a CommHook or a function fn(state, bucket), "
@@ -400,16 +403,39 @@ def _check(hook: CommHook, adapter: Adapter) -> None:
             )
 
 
+_last_used: dict[int, tuple[weakref.ref[CommHook], weakref.ref[Adapter]]] = {}
+"""The adapter in which each hook was used last, by the id of the hook: copies were not."""
+
+
+def _note_use(hook: CommHook, adapter: Adapter) -> None:
+    for each in tree(hook):
+        key = id(each)
+        forget = functools.partial(_forget, key)
+        _last_used[key] = weakref.ref(each, forget), weakref.ref(adapter)
+
+
+def _forget(key: int, _: object) -> None:
+    _last_used.pop(key, None)
+
+
+def _has_state_of_another(hook: CommHook, adapter: Adapter) -> bool:
+    _, former = _last_used.get(id(hook), (None, None))
+    return former is not None and former() is not adapter and bool(hook.state or hook.extra_state)
+
+
 def check_not_in_use(hook: CommHook, adapter: Adapter) -> None:
-    """Raise CommHookError if ``hook`` is in use on another model than that of ``adapter``."""
+    """Raise CommHookError if ``hook`` is in use on another model than that of ``adapter``.
+
+    Or was: its state would go on with parameters of the same names.
+    """
     others = [handle.hook for handle in _handles.values() if handle._adapter is not adapter]  # noqa: SLF001
     hooks = [other for other in others if isinstance(other, CommHook)]
     in_use = {id(each) for other in hooks for each in tree(other)}
     for each in tree(hook):
-        if id(each) in in_use:
+        if id(each) in in_use or _has_state_of_another(each, adapter):
             raise CommHookError(
-                f"{each!r} is in use on another model, and its state belongs to that model's "
-                "parameters; create another one, e.g. commhooks.create(hook.to_config())"
+                f"{each!r} is or was in use on another model, and its state belongs to the "
+                "parameters there; create another one, e.g. commhooks.create(hook.to_config())"
             )
 
 
@@ -417,7 +443,8 @@ def _prepare(hook: CommHook, adapter: Adapter) -> None:
     try:
         sharded = adapter.tensor_parallel
         replicated = adapter.parameters.keys() - sharded if sharded else ()
-        prepare(hook, adapter.parameters, adapter.group, adapter.roles, adapter.units, replicated)
+        info = ModelInfo(adapter.roles, adapter.units, replicated)
+        prepare_all(hook, adapter.parameters, adapter.group, info)
     except CommHookError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.algorithms.exact import AllReduce
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.hook.registry import create
+from commhooks.hook.registry import create, hook_of
 from reducer import GradBucket
 from reducer.agreement import values_of_ranks
 
@@ -56,7 +56,7 @@ class CommHookState:
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._hook = hook if isinstance(hook, CommHook) else create(hook, **options)
+        self._hook = hook_of(hook, options)
         self._saved: dict[str, Any] | None = None
         self._module: nn.Module | None = None
         self._adapter: _PairAdapter | None = None

@@ -47,6 +47,8 @@ class _ReplicaCheck:
         pending, self._pending = self._pending, None
         if pending is not None and (problem := adapter.problem_of_any(self._problem(pending))):
             raise CommHookMismatchError(f"[rank {adapter.rank}] {problem}")
+        if adapter.steps + self._every < self._next:  # the state of an earlier step was loaded
+            self._next, self._equal_before = adapter.steps, None
         if adapter.steps >= self._next:
             self._next = adapter.steps + self._every
             if _agrees(adapter.hook, adapter.steps):

@@ -249,6 +249,13 @@ class TorchAdapter(Adapter):
         ``index``: counts the buckets that hooks get without gaps, even if torch leaves out some.
         """
         gradients, names = bucket.buffer(), self._names_in(bucket)
+        if "" in names and self._runner is not None:
+            raise CommHookError(
+                "expected the parameters that required gradients when the hook was registered, "
+                f"found others in bucket {bucket.index()} of torch's DistributedDataParallel; "
+                "register the hook before parameters are frozen, and wrap the model again after "
+                "others are"
+            )
         if gradients.is_sparse:  # hooks do not get them
             gradients = torch.empty(gradients.numel(), dtype=gradients.dtype, device="meta")
             index = len(self.parameters) + self.sparse.index(names[0])
@@ -286,6 +293,8 @@ class TorchDDPAdapter(TorchAdapter):
         averaged = {p for name, p in named if p.requires_grad and name not in ignored}
         module = replicated or model.module
         parameters = {name: each for name, each in module.named_parameters() if each in averaged}
+        if not parameters:
+            raise CommHookError("expected a model with parameters to average, found none")
         device = next(iter(parameters.values())).device
         fills = model.find_unused_parameters or model.static_graph
         sparse = SparseGradients(model.module, parameters.values(), module, fill_unused=fills)

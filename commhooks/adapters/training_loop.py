@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from commhooks.errors import CommHookError
-from commhooks.state.layout import Ranks
+from commhooks.state.layout import DistributedModel
 from reducer.nested_tensors import tensors_in
 
 _CHECKED_STEPS = 64
@@ -24,7 +24,7 @@ class LateBackwards:
     error, "modified by an inplace operation", names neither the hook nor the remedy.
     """
 
-    def __init__(self, adapter: Ranks, name: str) -> None:
+    def __init__(self, adapter: DistributedModel, name: str) -> None:
         self._adapter = weakref.ref(adapter)
         self._name = name
 
@@ -60,7 +60,7 @@ class DiscardedGradients:
     was not sent of them, and adds it to the next ones. Gradient scalers discard some in a row.
     """
 
-    def __init__(self, adapter: Ranks, name: str) -> None:
+    def __init__(self, adapter: DistributedModel, name: str) -> None:
         self._adapter = weakref.ref(adapter)
         self._name = name
         self._step, self._versions = adapter.steps, _versions(adapter)
@@ -90,7 +90,7 @@ class DiscardedGradients:
             )
 
 
-def _versions(adapter: Ranks) -> list[int]:
+def _versions(adapter: DistributedModel) -> list[int]:
     return [parameter._version for parameter in adapter.parameters.values()]  # noqa: SLF001
 
 

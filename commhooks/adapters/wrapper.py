@@ -20,9 +20,10 @@ class DistributedDataParallel(reducer.DistributedDataParallel):
 
     Args:
         module: The module to train.
-        *args, **options: The other arguments of :class:`reducer.DistributedDataParallel`.
+        *args: The other arguments of :class:`reducer.DistributedDataParallel`, by position.
         hook: A hook as :func:`commhooks.register` takes it. Default: the exact average.
         hook_options: The options of a hook that is given by name.
+        **options: Those arguments by name.
 
     Raises:
         ValueError: There are ``hook_options`` without a hook.

@@ -16,7 +16,7 @@ from commhooks.hook.base import CommHook, TensorState
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Made
 from commhooks.hook.state import StateField
-from commhooks.kernels import require
+from commhooks.kernels import require_for
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -161,8 +161,7 @@ class KeepsErrors(CommHook):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError if a device of the parameters cannot run the kernels."""
         super().prepare(parameters, group)
-        for device in {parameter.device for parameter in parameters.values()}:
-            require(device)
+        require_for(parameters.values())
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return (self._errors.field(gradient),) if self.error_feedback else ()

@@ -32,7 +32,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
-from commhooks.kernels import require
+from commhooks.kernels import require_for
 from commhooks.precision import scaled_cast
 from reducer import GradBucket
 from reducer.native import AverageHook, NativeHook, NoopHook
@@ -182,8 +182,8 @@ class Bfloat16(_Half):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError if a device of the parameters cannot run the kernel."""
         super().prepare(parameters, group)
-        for device in {parameter.device for parameter in parameters.values() if self.stochastic}:
-            require(device)
+        if self.stochastic:
+            require_for(parameters.values())
 
     def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook | None:
         return None if self.stochastic else super().native(group, step)

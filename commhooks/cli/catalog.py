@@ -63,6 +63,9 @@ def list_hooks() -> None:
 @click.argument("name")
 def describe(name: str) -> None:
     """Show the options, the cost and the source of the hook NAME, or of my_module:MyHook."""
+    known, _, options = name.partition(":")
+    if "=" in options and known in available():
+        raise CommHookError(f"expected a name without options, found {name!r}; use {known!r}")
     click.echo(describe_hook(name))
 
 

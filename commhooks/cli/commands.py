@@ -17,6 +17,7 @@ _COMMANDS = {
     "plan": "commhooks.cli.plan:plan",
     "simulate": "commhooks.cli.simulate:simulate",
 }
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 class _Commands(click.Group):
@@ -39,6 +40,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except CommHookError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("\nAborted!", err=True)
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -95,7 +95,7 @@ import_option = click.option(
 
 
 def model_options(command: _Function) -> _Function:
-    """Add options for a model and its input, and for the modules that they need."""
+    """Add options for a model, its input and its wrapper, and for the modules that they need."""
     model = click.option(
         "--model",
         required=True,
@@ -110,7 +110,14 @@ def model_options(command: _Function) -> _Function:
         help="package.module:factory or file.py:factory of a batch. Default: the model's "
         "example_input().",
     )
-    return model(input_factory(import_option(command)))
+    unused = click.option(
+        "--find-unused-parameters",
+        "wrapper",
+        is_flag=True,
+        callback=lambda _context, _option, given: {"find_unused_parameters": True} if given else {},
+        help="For a model that does not use all of its parameters in each step.",
+    )
+    return model(input_factory(unused(import_option(command))))
 
 
 def hooks_option(
@@ -197,11 +204,14 @@ class TargetCluster:
             self.world_size, Link(self.link, self.latency), node_link, self.ranks_per_node
         )
 
-    def job(self, model: str, input_factory: str | None, **options: Any) -> Job:
+    def job(
+        self, model: str, input_factory: str | None, wrapper: Mapping[str, Any], **options: Any
+    ) -> Job:
         """Return the job of measuring here for the cluster."""
         return Job(
             model,
             input_factory,
+            tuple(wrapper.items()),
             device=self.device,
             ranks_per_node=self.ranks_per_node,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -307,7 +317,7 @@ def write_files(*files: tuple[Path | None, Callable[[Path], object]]) -> str:
         try:
             if path is not None:
                 write(path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of matplotlib, whatever it is: what was measured is not lost
             failed.append(f"{path} was not written: {error}")
     return "; ".join(failed)
 

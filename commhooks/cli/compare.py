@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from commhooks.cli.commands import INTERRUPTED
 from commhooks.cli.common import (
     DEVICE,
     FILE,
@@ -30,7 +31,6 @@ from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
 _COUNT = click.IntRange(min=1)
-_INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 @click.command()
@@ -120,7 +120,7 @@ def compare(
                     progress=progress,
                 )
         except ComparisonInterrupted as interrupt:
-            comparison, status = interrupt.comparison, _INTERRUPTED
+            comparison, status = interrupt.comparison, INTERRUPTED
             if launched:  # torchrun passes Ctrl-C on, after the terminal may have sent it
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         if is_first:

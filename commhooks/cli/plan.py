@@ -1,8 +1,9 @@
 """``commhooks plan``: choose a hook for each group of parameters, without training."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -76,6 +77,7 @@ def _limit(text: str) -> float | HookSpec:
 def plan(
     model: str,
     input_factory: str | None,
+    wrapper: Mapping[str, Any],
     error: float | HookSpec,
     candidates: Sequence[str],
     exact: str,
@@ -101,7 +103,7 @@ def plan(
     if isinstance(error, HookSpec):
         check_candidate(error.create(), "--error")
     network = cluster.network
-    job = cluster.job(model, input_factory)
+    job = cluster.job(model, input_factory, wrapper)
     texts = [spec.text for spec in specs]
     hooks = [*specs, error] if isinstance(error, HookSpec) and error.text not in texts else specs
     rules = [rule.strip() for rule in exact.split(",") if rule.strip()]

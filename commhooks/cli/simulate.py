@@ -1,9 +1,10 @@
 """``commhooks simulate``: predict steps on a cluster that is not available."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -24,6 +25,7 @@ from commhooks.costs.network import Network
 from commhooks.costs.units import aligned, format_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
+from commhooks.lab.machine import describe_machine
 from commhooks.lab.simulation import BASELINE, Job, Measurements, Study, curve_sizes, measure
 from commhooks.lab.verdict import FALLBACK, fidelity_text
 
@@ -52,6 +54,7 @@ from commhooks.lab.verdict import FALLBACK, fidelity_text
 def simulate(
     model: str,
     input_factory: str | None,
+    wrapper: Mapping[str, Any],
     hooks: Sequence[str],
     cluster: TargetCluster,
     step: int,
@@ -68,7 +71,7 @@ def simulate(
     network = cluster.network
     specs, reasons = usable_hooks(hooks, model, cluster.backend, BASELINE, FALLBACK)
     here = cluster.ranks_per_node
-    job = cluster.job(model, input_factory, ranks_per_machine=here, first_step=step)
+    job = cluster.job(model, input_factory, wrapper, ranks_per_machine=here, first_step=step)
     known = _measured(job, specs, network, measurements, has_curve=bool(plot or json_file))
     why = {spec.text: known.reason(spec, network.size) for spec in specs}
     reasons |= {text: reason for text, reason in why.items() if reason}
@@ -87,7 +90,7 @@ def simulate(
 
     unwritten = write_files((plot, draw("draw_curves", study, model)), (json_file, write))
     click.echo(f"{title}\n\n{_table(study, reasons)}")
-    Console().print(study.advice, highlight=False)
+    Console().print(study.advice, markup=False, highlight=False)
     show_failures(reasons, unwritten)
 
 
@@ -111,6 +114,12 @@ def _measured(
         return known.of(spec).has(network.size) or network.size in known.of(spec).failures
 
     missing = [spec for spec in specs if not is_known(spec)]
+    if missing and known is not None and known.machine != (here := describe_machine(job.device)):
+        raise CommHookOptionError(
+            f"{path} lacks {', '.join(map(str, missing))} for {network.size} ranks; expected the "
+            f"machine that it was measured on, {dict(known.machine)}, found {here}; use another "
+            "file"
+        )
     if missing:
         console = Console(stderr=True)
         with console.status(f"measuring {job.model} with {len(missing)} hooks"):

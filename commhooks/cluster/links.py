@@ -32,8 +32,10 @@ from commhooks.errors import CommHookError
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
 _MAX_HOSTS = 250
-_BURST_BYTES = 256_000
-_BURST_SECONDS = 1e-3  # latency of the timers of slow kernels
+_BURST_SECONDS = 1e-3  # latency of the kernel's timers
+_BURST_BYTES = 8_000  # a few packets
+_PACKET_BYTES = 12_000, 65_536
+"""Smaller packets take much of the cores; while one of a whole burst waits, time is lost."""
 
 _counter = itertools.count()
 
@@ -96,6 +98,8 @@ def shaped_link(
         _run("ip", "link", "set", f"{base}b", "up")
         burst = burst_bytes(bits_per_second)
         rate = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
+        least, most = _PACKET_BYTES
+        largest = str(round(min(burst, max(burst / 2, least), most)))
         for index, host in enumerate(hosts):
             outside, inside = f"{base}v{index}", ("peer", "name", _INTERFACE, "netns", host)
             address = f"{_NETWORK}.{index + 1}/24"
@@ -103,7 +107,7 @@ def shaped_link(
             _run("ip", "link", "add", outside, "type", "veth", *inside)
             _run("ip", "link", "set", outside, "master", f"{base}b", "up")
             _run("ip", "-n", host, "addr", "add", address, "dev", _INTERFACE)
-            _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
+            _run("ip", "-n", host, "link", "set", _INTERFACE, "up", "gso_max_size", largest)
             _run("ip", "-n", host, "link", "set", "lo", "up")
             _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *rate)
         of_ranks = [host for host in hosts for _ in range(ranks_per_host)]
@@ -112,7 +116,7 @@ def shaped_link(
 
 
 def burst_bytes(bits_per_second: float) -> float:
-    """Return how many bytes a link of this rate sends unshaped after a pause."""
+    """Return how many bytes a link of this rate sends unshaped after a pause, as in each step."""
     return max(_BURST_BYTES, bits_per_second / 8 * _BURST_SECONDS)
 
 

@@ -12,7 +12,7 @@ from commhooks.errors import CommHookError
 from commhooks.hook.options import Limits
 from commhooks.kernels import kernel_backend_of, launch
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for
-from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, block_kernel, kernel_name
+from commhooks.kernels.source import BLOCK_CODEC, ROTATION, TYPES, kernel_name
 
 BlockSize = Annotated[int, Limits(ge=32, le=4096, multiple_of=32)]
 """Numbers per scale."""
@@ -140,7 +140,7 @@ class BlockCodec:
             blocks = blocks_for(part_length, self._block_size)
             launch(
                 BLOCK_CODEC,
-                "find_not_finite",
+                kernel_name("find_not_finite"),
                 (messages, messages.size(1), blocks, finite),
                 grid=(blocks_for(blocks), len(messages), 1),
             )
@@ -205,7 +205,7 @@ class BlockCodec:
         is_wide = size > 512
         launch(
             BLOCK_CODEC,
-            block_kernel(kernel, codes, TYPES[values.dtype]),
+            kernel_name(kernel, codes, TYPES[values.dtype]),
             (values, values.numel(), part_length, blocks, size, lane_bits, *others),
             grid=(blocks if is_wide else blocks_for(blocks, THREADS >> lane_bits), parts, 1),
             block=32 * blocks_for(size, 512) if is_wide else THREADS,

@@ -2,9 +2,10 @@
 
 Note [Index code]
 ~~~~~~~~~~~~~~~~~
-Each of k ascending indices below n is split into its l low bits and the remaining high bits:
+Each of k ascending indices below n has an ordinal r, the number of smaller ones. It is split into
+its l low bits and the remaining high bits:
 
-    high   a bitmap; the index with rank r (the number of smaller indices) sets bit (index >> l) + r
+    high   a bitmap; the index with ordinal r sets bit (index >> l) + r
     low    the l low bits of each index, one after the other
 
 This is the code of Elias (1974) and Fano (1971). Adding r gives indices with equal high bits
@@ -38,7 +39,7 @@ class IndexCode:
     numel: int
     count: int
     low_bits: int
-    adds_rank: bool
+    adds_ordinal: bool
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -46,9 +47,9 @@ class IndexCode:
         cls, numel: int, count: int, size: Callable[["IndexCode"], int] = attrgetter("nbytes")
     ) -> "IndexCode":
         """Return the code of the least ``size``. The bytes never decrease with ``count``."""
-        plain = cls(numel, count, low_bits=0, adds_rank=False)
+        plain = cls(numel, count, low_bits=0, adds_ordinal=False)
         bits = range(max(numel, 1).bit_length())
-        codes = [plain, *(cls(numel, count, low_bits, adds_rank=True) for low_bits in bits)]
+        codes = [plain, *(cls(numel, count, low_bits, adds_ordinal=True) for low_bits in bits)]
         return min(codes, key=size)
 
     @cached_property
@@ -56,7 +57,7 @@ class IndexCode:
         """The length of the bitmap."""
         if self.count == 0:
             return 0
-        return ((self.numel - 1) >> self.low_bits) + self.count if self.adds_rank else self.numel
+        return ((self.numel - 1) >> self.low_bits) + self.count if self.adds_ordinal else self.numel
 
     @cached_property
     def nbytes(self) -> int:
@@ -68,7 +69,7 @@ class IndexCode:
 
         Both are on the CPU.
         """
-        form = (self.high_bits, self.low_bits, self.adds_rank)
+        form = (self.high_bits, self.low_bits, self.adds_ordinal)
         native.pack_indices(indices, *form, self._used(out, indices))
 
     def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
@@ -80,7 +81,7 @@ class IndexCode:
             RuntimeError: ``packed`` does not hold that many ascending indices below ``numel``.
         """
         indices = packed.new_empty(self.count if count is None else count, dtype=torch.int32)
-        form = (self.high_bits, self.low_bits, self.adds_rank)
+        form = (self.high_bits, self.low_bits, self.adds_ordinal)
         native.unpack_indices(self._used(packed, indices), *form, self.numel, indices)
         return indices
 

@@ -63,23 +63,16 @@ class Exchange:
     See Note [Exchanges between steps].
     """
 
-    def __init__(self, run: Callable[[], Coroutine[Any, Any, Tensor]]) -> None:
+    def __init__(self, run: Callable[[], Coroutine[Any, Any, Tensor]] | None) -> None:
         self.run = run
-        """Returns the coroutine of the exchange."""
+        """Returns the coroutine of the exchange. None if the result comes from a saved state."""
         self.future: Future[Tensor] | None = None
         """The future result. None until the step that handed the exchange over has succeeded."""
-        self.is_saved = False
-        """Whether the result comes from a saved state."""
 
     @classmethod
     def finished(cls, result: Tensor) -> "Exchange":
         """Return an exchange that is over, for a result from a saved state."""
-
-        async def run() -> Tensor:
-            return result
-
-        exchange = cls(run)
-        exchange.is_saved = True
+        exchange = cls(None)
         exchange.future = completed(result)
         return exchange
 
@@ -101,6 +94,6 @@ class Exchange:
         return self.future.wait()
 
     def __await__(self) -> Generator["Exchange", None, Tensor]:
-        if not self.is_saved:
+        if self.run is not None:
             yield self  # to the runner of the hook, which continues when the exchange has succeeded
         return self.result()

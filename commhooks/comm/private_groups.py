@@ -68,4 +68,5 @@ def _options_like(options: Any) -> Any:
             setattr(found, name, getattr(options, name))
     if hasattr(found, "config") and not 0 < found.config.max_ctas < _MAX_CTAS:
         found.config.max_ctas = _MAX_CTAS
+        found.config.min_ctas = min(found.config.min_ctas, _MAX_CTAS)  # NCCL rejects a larger one
     return found

@@ -43,10 +43,10 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import Collective
+from commhooks.costs.step_trace import Collective, Members
 
-_RING_SECONDS, _RING_INNER, _RING_OUTER = 8.4e-6, 3.4e-6, 9.6e-6
-_TREE_SECONDS, _TREE_INNER, _TREE_OUTER = 4.4e-6, 0.52e-6, 5.0e-6
+_RING, _TREE = (3.4e-6, 9.6e-6, 8.4e-6), (0.52e-6, 5.0e-6, 4.4e-6)
+"""Seconds of a hop inside a node, of one between nodes, and before the first hop."""
 _TREE_EFFICIENCY = 0.9
 _PEERS_AT_ONCE = 8
 
@@ -72,55 +72,53 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    """Bytes sent by one rank, and the hops of the longest chain of messages.
+class _Route:
+    """The members of a collective, and the seconds of a hop besides the latency of its link."""
 
-    ``link_bytes`` are those of all members on a node; everything else is of one rank.
-    """
+    members: Members
+    network: Network
+    inner_seconds: float
+    """Of a hop inside a node."""
+    outer_seconds: float
+    start_seconds: float = 0.0
+    """Before the first hop."""
 
-    sent_bytes: float
-    inner_hops: float
-    """Hops inside nodes."""
-    outer_hops: float
-    link_bytes: float
-    node_bytes: float
-    messages: float
-
-    def latency(self, network: Network, inner_seconds: float, outer_seconds: float) -> float:
-        """Return the seconds of all hops, which take these seconds besides those of the links."""
-        inner = self.inner_hops * (inner_seconds + network.node_link.latency_seconds)
-        return inner + self.outer_hops * (outer_seconds + network.link.latency_seconds)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The nodes of a collective, and its members on each."""
-
-    per_node: int
-    nodes: int
+    @property
+    def nodes(self) -> int:
+        return self.members.nodes(self.network.nodes)
 
     @property
     def size(self) -> int:
-        return self.per_node * self.nodes
+        return self.members.per_node * self.nodes
 
-    def chain(self, sent: float, inner: float, outer: float, messages: float = 0) -> _Traffic:
+    def cost(
+        self, inner: float, outer: float, link_bytes: float, node_bytes: float, cpu: float = 0.0
+    ) -> Cost:
+        """Return the cost of a chain of so many hops inside and between nodes.
+
+        ``link_bytes`` are those of all members on a node; everything else is of one rank.
+        """
+        inner *= self.inner_seconds + self.network.node_link.latency_seconds
+        outer *= self.outer_seconds + self.network.link.latency_seconds
+        latency = self.start_seconds + (inner + outer)
+        return Cost(latency, link_bytes * self.members.parallel, node_bytes, cpu)
+
+    def chain(self, sent: float, inner: float, outer: float, cpu: float = 0.0) -> Cost:
         """Pass all bytes on from neighbor to neighbor, over each link of a node once."""
         link_bytes = sent if self.nodes > 1 else 0.0
-        node_bytes = sent if self.per_node > 1 else 0.0
-        return _Traffic(sent, inner, outer, link_bytes, node_bytes, messages)
+        node_bytes = sent if self.members.per_node > 1 else 0.0
+        return self.cost(inner, outer, link_bytes, node_bytes, cpu)
 
-    def pairs(self, sent: float, peers: int, hops: int = 1) -> _Traffic:
+    def pairs(self, sent: float, peers: int, hops: int = 1, cpu: float = 0.0) -> Cost:
         """Send an equal part to each of ``peers`` peers.
 
         A single peer is assumed to be on another node.
         """
-        outside = 0.0
+        per_node, outside = self.members.per_node, 0.0
         if self.nodes > 1:
-            outside = 1.0 if peers == 1 else (self.size - self.per_node) / (self.size - 1)
+            outside = 1.0 if peers == 1 else (self.size - per_node) / (self.size - 1)
         inner, outer = (0, hops) if outside else (hops, 0)
-        return _Traffic(
-            sent, inner, outer, sent * outside * self.per_node, sent * (1 - outside), peers
-        )
+        return self.cost(inner, outer, sent * outside * per_node, sent * (1 - outside), cpu)
 
 
 @dataclass(frozen=True)
@@ -146,24 +144,21 @@ class Gloo:
 
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost of a collective. Raises ValueError for an unknown operation."""
-        members = collective.members
-        traffic = self._traffic(collective, _Shape(members.per_node, members.nodes(network.nodes)))
         waiting = max(0.0, self.round_seconds - self.message_cpu_seconds)
-        return Cost(
-            latency_seconds=traffic.latency(network, waiting, waiting),
-            link_bytes=traffic.link_bytes * members.parallel,
-            node_bytes=traffic.node_bytes,
-            cpu_seconds=traffic.messages * self.message_cpu_seconds
-            + traffic.sent_bytes * self.byte_cpu_seconds,
-        )
+        route = _Route(collective.members, network, waiting, waiting)
+        nbytes, size = collective.tensor_bytes, route.size
 
-    def _traffic(self, collective: Collective, shape: _Shape) -> _Traffic:
-        nbytes, size = collective.tensor_bytes, shape.size
+        def busy(messages: float, sent: float) -> float:
+            return messages * self.message_cpu_seconds + sent * self.byte_cpu_seconds
 
-        def ring(part_bytes: float, rounds: int) -> _Traffic:
+        def ring(part_bytes: float, rounds: int) -> Cost:
             """Pass a part on in every round; each part leaves every node once."""
-            outer = rounds * shape.nodes / size if shape.nodes > 1 else 0.0
-            return shape.chain(part_bytes * rounds, rounds - outer, outer, rounds)
+            outer = rounds * route.nodes / size if route.nodes > 1 else 0.0
+            sent = part_bytes * rounds
+            return route.chain(sent, rounds - outer, outer, busy(rounds, sent))
+
+        def pairs(sent: float, peers: int) -> Cost:
+            return route.pairs(sent, peers, cpu=busy(peers, sent))
 
         match collective.operation:
             case "all_reduce" | "reduce_scatter":
@@ -171,16 +166,14 @@ class Gloo:
             case "all_gather":
                 return ring(nbytes, size - 1)
             case "all_to_all":
-                return shape.pairs((size - 1) / size * nbytes, size - 1)
+                return pairs((size - 1) / size * nbytes, size - 1)
             case "sendrecv" | "push":
-                return shape.pairs(nbytes, 1)
+                return pairs(nbytes, 1)
             case "broadcast" | "vote":  # a vote has no bytes
-                inner = math.ceil(math.log2(shape.per_node))
+                inner = math.ceil(math.log2(route.members.per_node))
                 outer = math.ceil(math.log2(size)) - inner
-                rounds = inner + outer
-                return _Traffic(
-                    nbytes * rounds, inner, outer, nbytes * outer, nbytes * inner, rounds
-                )
+                cpu = busy(inner + outer, nbytes * (inner + outer))
+                return route.cost(inner, outer, nbytes * outer, nbytes * inner, cpu)
         raise _unknown(collective)
 
 
@@ -194,31 +187,20 @@ class NCCL:
 
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost of a collective. Raises ValueError for an unknown operation."""
-        members = collective.members
-        shape = _Shape(members.per_node, members.nodes(network.nodes))
-        nbytes, size, nodes = collective.tensor_bytes, shape.size, shape.nodes
-
-        def cost(traffic: _Traffic, seconds: float, inner: float, outer: float) -> Cost:
-            return Cost(
-                latency_seconds=seconds + traffic.latency(network, inner, outer),
-                link_bytes=traffic.link_bytes * members.parallel,
-                node_bytes=traffic.node_bytes,
-            )
+        around, across = (_Route(collective.members, network, *each) for each in (_RING, _TREE))
+        nbytes, size, nodes = collective.tensor_bytes, around.size, around.nodes
 
         def ring(sent: float, passes: int = 1) -> Cost:
             """Pass a message around all ranks in order, ``passes`` times."""
-            traffic = shape.chain(sent, passes * (size - nodes), passes * (nodes - 1))
-            return cost(traffic, _RING_SECONDS, _RING_INNER, _RING_OUTER)
+            return around.chain(sent, passes * (size - nodes), passes * (nodes - 1))
 
         def tree() -> Cost:
             """Send all bytes up and down a chain in each node and a tree of nodes."""
-            hops = 2 * (shape.per_node - 1), 2 * math.ceil(math.log2(nodes))
-            traffic = shape.chain(2 * nbytes / _TREE_EFFICIENCY, *hops)
-            return cost(traffic, _TREE_SECONDS, _TREE_INNER, _TREE_OUTER)
+            inner, outer = 2 * (size // nodes - 1), 2 * math.ceil(math.log2(nodes))
+            return across.chain(2 * nbytes / _TREE_EFFICIENCY, inner, outer)
 
         def pairs(sent: float, peers: int) -> Cost:
-            traffic = shape.pairs(sent, peers, math.ceil(peers / _PEERS_AT_ONCE))
-            return cost(traffic, _RING_SECONDS, _RING_INNER, _RING_OUTER)
+            return around.pairs(sent, peers, math.ceil(peers / _PEERS_AT_ONCE))
 
         match collective.operation:
             case "all_reduce":

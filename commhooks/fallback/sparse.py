@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.fallback.blocks import packed_bits, random_bits, word
-from commhooks.fallback.warning import warn_once
+from commhooks.fallback.blocks import packed_bits, random_bits, warn_once, word
 
 _WORD_BITS = 64
 
@@ -69,13 +68,13 @@ def _keys(numbers: Tensor) -> Tensor:
 
 
 def pack_indices(
-    indices: Tensor, high_bits: int, low_bits: int, adds_rank: bool, out: Tensor
+    indices: Tensor, high_bits: int, low_bits: int, adds_ordinal: bool, out: Tensor
 ) -> None:
     """Write ascending indices as a bitmap and low bits: Note [Index code] in codecs/index_code."""
-    numbers, ranks = indices.long(), torch.arange(indices.numel())
-    _check_range(indices, (high_bits - adds_rank * (indices.numel() - 1)) << low_bits)
+    numbers, ordinals = indices.long(), torch.arange(indices.numel())
+    _check_range(indices, (high_bits - adds_ordinal * (indices.numel() - 1)) << low_bits)
     bitmap = torch.zeros(_whole_words(high_bits), dtype=torch.uint8)
-    bitmap[(numbers >> low_bits) + ranks * adds_rank] = 1
+    bitmap[(numbers >> low_bits) + ordinals * adds_ordinal] = 1
     fields = torch.zeros(_whole_words(indices.numel() * low_bits), dtype=torch.uint8)
     low = numbers[:, None] >> torch.arange(low_bits) & 1
     fields[: low.numel()] = low.view(-1)
@@ -83,7 +82,7 @@ def pack_indices(
 
 
 def unpack_indices(
-    packed: Tensor, high_bits: int, low_bits: int, adds_rank: bool, numel: int, out: Tensor
+    packed: Tensor, high_bits: int, low_bits: int, adds_ordinal: bool, numel: int, out: Tensor
 ) -> None:
     """Read what pack_indices wrote, and check it."""
     count = out.numel()
@@ -92,7 +91,7 @@ def unpack_indices(
     fields = bits[_whole_words(high_bits) :]
     is_complete = indices.numel() == count
     if is_complete:
-        indices = indices - torch.arange(count) * adds_rank
+        indices = indices - torch.arange(count) * adds_ordinal
         low = fields[: count * low_bits].view(count, low_bits).long() << torch.arange(low_bits)
         indices = indices << low_bits | low.sum(1)
         out.copy_(indices)

@@ -34,7 +34,9 @@ An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accep
 or its config, also as its default. In ``reduce`` the outer hook awaits ``inner.reduce(bucket,
 comm.within(inner))``. The framework does the rest for nested hooks: ``prepare``, ``recover``,
 ``metrics``, saved states and the check of the backend. A property of a class, such as ``lossless``,
-holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them.
+holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them. In a
+saved state, the entries of a nested hook are stored under its path with a leading dot, which no
+parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 
 Note [Capabilities]
 ~~~~~~~~~~~~~~~~~~~
@@ -42,9 +44,6 @@ The last members of :class:`CommHook` say what a hook does beyond averaging. A *
 that is False; a hook assigns True in its class, or defines a property if it depends on options.
 ``capturable_from`` is a number or None instead.
 Each hook speaks for itself: where a nested hook counts as well, the framework asks it.
-
-In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
-no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
@@ -59,7 +58,6 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
-from commhooks.hook.elastic import Elastic
 from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import EXTRA_STATE, StateField, entry_problem
 from reducer import GradBucket
@@ -97,7 +95,7 @@ class CommHook:
             dtype: torch.dtype = torch.float16
 
             async def reduce(self, bucket, comm):
-                wire = bucket.buffer().to(self.dtype).div_(comm.size)
+                wire = bucket.buffer().div_(comm.size).to(self.dtype)  # divided first: in range
                 wire = await comm.all_reduce(wire)
                 return bucket.buffer().copy_(wire)
 
@@ -133,6 +131,8 @@ class CommHook:
 
     Required options need not be named.
     """
+    free_options: ClassVar[tuple[str, ...]] = ()
+    """Options that may differ from those of the run that saved a state."""
     is_candidate: ClassVar[bool] = False
     """Whether ``auto`` considers the hook, with its default options, unless the user names others.
 
@@ -363,6 +363,11 @@ class CommHook:
         return False
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether it decides by what it has measured in this run, which a joining rank lacks."""
+        return False
+
+    @property
     def skips_steps(self) -> bool:
         """Whether the training loop asks it, on every rank, which optimizer steps to skip."""
         return False
@@ -403,14 +408,10 @@ class CommHook:
         """
         return None
 
-    def elastic(self) -> Elastic | None:
-        """Return what lets ranks come and go while the hook trains in local steps."""
-        return None
-
     def notes(self) -> list[tuple[int, str]]:
-        """Return what the hook has decided so far, as texts with their steps, in order.
+        """Return what the hook has decided so far, as texts with their steps.
 
-        Called between two steps; the list only grows. TensorBoard shows it.
+        Called between two steps; the list only grows at its end. TensorBoard shows it.
         """
         return []
 
@@ -420,6 +421,18 @@ def tree(hook: CommHook) -> Iterator[CommHook]:
     yield hook
     for nested in hook.nested().values():
         yield from tree(nested)
+
+
+def prepare_all(
+    hook: CommHook,
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    info: ModelInfo = ModelInfo(),
+) -> None:
+    """Prepare the hook, and those nested in it, for a model."""
+    for each in tree(hook):
+        object.__setattr__(each, "model_info", info)  # its class may be frozen
+    hook.prepare(parameters, group)
 
 
 def has_consensus(hook: CommHook) -> bool:

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Made:
-    """Convert the value with ``make``, which raises ValueError if it cannot."""
+    """Convert the value with ``make``, which raises ValueError or CommHookError if it cannot."""
 
     make: Callable[[Any], Any]
 
@@ -159,7 +159,7 @@ def _limits(extra: Any) -> Iterator[tuple[str, Any]]:
 
 def _convert_annotated(hint: Any, extras: tuple[Any, ...], value: Any, path: str) -> Any:
     for extra in extras:
-        value = extra.make(value) if isinstance(extra, Made) else value
+        value = _parse(extra.make, value, path) if isinstance(extra, Made) else value
     value = convert(hint, value, path)
     for extra in extras:
         for field, limit in _limits(extra):
@@ -271,7 +271,7 @@ def describe_options(kind: type) -> tuple[OptionInfo, ...]:
     return tuple(found)
 
 
-def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
+def check_option_names(hook: str, kind: type, given: Iterable[str]) -> None:
     """Raise CommHookOptionError if a name in ``given`` is unknown, or a required one is missing."""
     names = option_names(kind)
     given = {str(name) for name in given}  # keys of a config may be anything

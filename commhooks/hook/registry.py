@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from commhooks.errors import (
-    CommHookError,
-    CommHookOptionError,
-    UnknownHookError,
-    did_you_mean,
-)
+from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError, did_you_mean
 from commhooks.hook.base import CommHook
 from commhooks.hook.fidelity import Fidelity, fidelity_of
-from commhooks.hook.options import OptionInfo, check_names, describe_options, parsers
+from commhooks.hook.options import OptionInfo, check_option_names, describe_options, parsers
 from commhooks.hook.references import load_reference, reference_to
 
 ENTRY_POINTS = "commhooks.hooks"
@@ -113,8 +108,22 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
     elif not isinstance(hook, str):
         raise CommHookOptionError(f"expected the name of a hook or its config, found {hook!r}")
     kind = _find(hook)
-    check_names(hook, kind, options)
+    check_option_names(hook, kind, options)
     return kind(**options)
+
+
+def hook_of(hook: str | Mapping[str, Any] | CommHook, options: Mapping[str, Any]) -> CommHook:
+    """Return ``hook`` if it is a hook, and otherwise what :func:`create` makes of it.
+
+    Raises CommHookOptionError if there are options beside a hook, and what :func:`create` raises.
+    """
+    if not isinstance(hook, CommHook):
+        return create(hook, **options)
+    if options:
+        raise CommHookOptionError(
+            f"{hook!r} has its options already; found additional options {sorted(options)}"
+        )
+    return hook
 
 
 def available() -> list[str]:
@@ -245,11 +254,13 @@ def _load_class(reference: str) -> type[CommHook]:
         kind = load_reference(reference)
     except CommHookError as error:
         name, _, spec = reference.partition(":")
-        remedy = ""
-        if name in available():
-            given = "".join(f", {each.partition('=')[0]}=..." for each in spec.split(","))
-            remedy = f"; options are arguments: create({name!r}{given})"
-        raise UnknownHookError(f"{error}{remedy}") from error
+        if name not in available():
+            raise UnknownHookError(str(error)) from error
+        given = "".join(f", {each.partition('=')[0]}=..." for each in spec.split(","))
+        raise UnknownHookError(
+            f"expected the name of a hook, found {reference!r}; options are arguments: "
+            f"create({name!r}{given})"
+        ) from error
     _check_class(reference, kind)
     return kind  # type: ignore[no-any-return]
 

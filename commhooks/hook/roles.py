@@ -1,12 +1,11 @@
 """The roles that parameters have in a model, for hooks that treat some of them differently."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from commhooks.hook.base import CommHook, ModelInfo, Role, tree
+from commhooks.hook.base import Role
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -27,21 +26,6 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
             roles.update((id(parameter), "embedding") for parameter in module.parameters())
     named = model.named_parameters(remove_duplicate=False)
     return {name: roles[id(parameter)] for name, parameter in named if id(parameter) in roles}
-
-
-def prepare(
-    hook: CommHook,
-    parameters: Mapping[str, Tensor],
-    group: dist.ProcessGroup,
-    roles: Mapping[str, Role] | None,
-    units: Sequence[Sequence[str]] | None = None,
-    replicated: Collection[str] = (),
-) -> None:
-    """Prepare a hook, and those nested in it, for a model. ``roles``: None if unknown."""
-    info = ModelInfo(roles, units, replicated)
-    for each in tree(hook):
-        object.__setattr__(each, "model_info", info)  # its class may be frozen
-    hook.prepare(parameters, group)
 
 
 def _named_output(model: nn.Module) -> nn.Module | None:

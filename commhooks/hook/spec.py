@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 from commhooks.errors import CommHookError, CommHookOptionError, reason_of
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.options import check_option_names
 from commhooks.hook.registry import available, create, portable_config
 
 _NAME = re.compile(
@@ -72,6 +73,7 @@ def hook_spec(hook: HookLike) -> HookSpec:
         case CommHook():
             made = hook
         case type() if issubclass(hook, CommHook):
+            check_option_names(hook.name, hook, ())
             made = hook()
         case (str(name), Mapping() as options):
             made = create(name, **options)

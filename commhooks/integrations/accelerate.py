@@ -89,11 +89,18 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         ddp_options: Arguments of ``DistributedDataParallelKwargs``, such as
             ``{"find_unused_parameters": True}``.
         **options: The options of a named hook.
+
+    Raises:
+        CommHookError: ``ddp_options`` name a hook of torch's.
     """
 
     def __init__(
         self, hook: AnyHook, /, *, ddp_options: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
+        if refused := sorted(name for name in ddp_options or () if name.startswith("comm_")):
+            raise CommHookError(
+                f"expected no {', '.join(refused)} in ddp_options, beside the hook {hook!r}"
+            )
         super().__init__(**(ddp_options or {}))
         self._hook = hook
         self._options = options

@@ -179,8 +179,13 @@ class HookCallback:
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]
     ) -> None:
-        """Keep the states until there is a hook."""
-        self._checkpoint = {key: it for key, it in checkpoint.items() if key == KEY}
+        """Keep the states until there is a hook, unless the model is only evaluated."""
+        if trainer.state.fn == "fit":
+            self._checkpoint = {key: it for key, it in checkpoint.items() if key == KEY}
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Forget the states if nothing was left to train."""
+        self._checkpoint = None
 
 
 def _sharded_part(model: nn.Module) -> nn.Module:

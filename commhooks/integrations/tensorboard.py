@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary, ref
 from commhooks.adapters.handle import HookHandle
 from commhooks.hook.base import CommHook, tree
 
-_written: "WeakKeyDictionary[SummaryWriter, dict[str, tuple[ref[CommHook], int]]]"
+_written: "WeakKeyDictionary[SummaryWriter, dict[str, tuple[ref[CommHook], list[int]]]]"
 _written = WeakKeyDictionary()
-"""The hook and the number of its notes that each writer has, by prefix."""
+"""By prefix, the hook, and how many notes of it and its nested hooks each writer has."""
 
 
 def log_stats(
@@ -57,9 +57,11 @@ def log_stats(
 
 def _write_notes(writer: SummaryWriter, hook: CommHook, prefix: str) -> None:
     counts = _written.setdefault(writer, {})
-    notes = sorted(note for each in tree(hook) for note in each.notes())
-    noted, count = counts.get(prefix, (None, 0))
-    is_same = noted is not None and noted() is hook  # it may have been replaced
-    for step, text in notes[count if is_same else 0 :]:
+    notes = [each.notes() for each in tree(hook)]
+    noted, known = counts.get(prefix, (None, []))
+    if noted is None or noted() is not hook:  # it may have been replaced
+        known = [0] * len(notes)
+    new = (note for of, count in zip(notes, known, strict=True) for note in of[count:])
+    for step, text in sorted(new):
         writer.add_text(f"{prefix}/notes", text, step)
-    counts[prefix] = ref(hook), len(notes)
+    counts[prefix] = ref(hook), [len(of) for of in notes]

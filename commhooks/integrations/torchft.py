@@ -25,7 +25,7 @@ does elsewhere: what it has sent is lost like the gradients of that step.
 Note [Members between boundaries]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``local_sgd`` and ``diloco`` train in local steps, of which the manager knows nothing, up to a step
-in which they send or take something. See :class:`~commhooks.hook.elastic.Elastic`::
+in which they send or take something::
 
     forward        manager.start_quorum()      if the hook sends in this step
                    recover(), connect          if that is a new quorum
@@ -60,14 +60,13 @@ except ImportError as error:
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.fsdp.gradients import FSDPAdapter
 from commhooks.adapters.fsdp.units import Unit
-from commhooks.adapters.handle import HookHandle, check_not_in_use, keep
+from commhooks.adapters.handle import HookHandle, check_not_in_use, handle_of, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
+from commhooks.algorithms.averaging.local_sgd import LocalSteps
 from commhooks.comm.exchange import completed
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.base import CommHook, check_nesting, tree
-from commhooks.hook.elastic import Elastic
-from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare
+from commhooks.hook.base import CommHook, ModelInfo, check_nesting, prepare_all, tree
+from commhooks.hook.registry import hook_of
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
@@ -111,7 +110,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         wrapper_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        made = hook if isinstance(hook, CommHook) else create(hook, **options)
+        made = hook_of(hook, options)
         _check(made, manager)
         super().__init__(
             module,
@@ -149,16 +148,18 @@ def register(
         **options: The options of a named hook.
 
     Raises:
-        CommHookError: The model is not sharded so, or it is another hook.
+        CommHookError: The model is not sharded so, has a hook already, or it is another hook.
         UnknownHookError, CommHookOptionError: See :func:`create`.
     """
-    made = hook if isinstance(hook, CommHook) else create(hook, **options)
+    made = hook_of(hook, options)
     _check(made, manager)
-    if made.elastic() is None:
+    if not isinstance(made, LocalSteps):
         raise CommHookError(
             f"hook {made!r} averages in every step, which is not supported here for sharded "
             "models; use `local_sgd` or `diloco`"
         )
+    if (handle := handle_of(model)) is not None:
+        raise CommHookError(f"the model has a hook already, {handle.hook!r}")
     return _ShardedAverager(model).follow(manager, replicas, made, model)
 
 
@@ -197,7 +198,7 @@ class _QuorumMixin(Adapter):
 
     _manager: Manager
     _replicas: ProcessGroupWrapper
-    _elastic: Elastic | None
+    _elastic: LocalSteps | None
     _token: int
     _followed: dist.ProcessGroup | None  # the members that the runner connects
     _begun: int  # the last step that has begun
@@ -210,7 +211,7 @@ class _QuorumMixin(Adapter):
         self._manager = manager
         self._replicas = replicas
         self.hook = hook
-        self._elastic = hook.elastic()
+        self._elastic = hook if isinstance(hook, LocalSteps) else None
         self._followed = None
         self._begun = -1
         self._token = _models[replicas] = _models.get(replicas, 0) + 1
@@ -250,7 +251,8 @@ class _QuorumMixin(Adapter):
             return
         hook = cast("CommHook", self.hook)
         if self._runner is None:
-            prepare(hook, self.parameters, self.group, self.roles, self.units)
+            info = ModelInfo(self.roles, self.units)
+            prepare_all(hook, self.parameters, self.group, info)
         else:
             with self.between_steps():
                 hook.recover()
@@ -402,7 +404,7 @@ class _ShardedAverager(_QuorumMixin, FSDPAdapter):
 def _check(hook: CommHook, manager: Manager) -> None:
     """Raise CommHookError if the hook cannot work while replicas come and go."""
     check_nesting(hook)
-    is_elastic = hook.elastic() is not None
+    is_elastic = isinstance(hook, LocalSteps)
     for each in tree(hook):
         is_outer = is_elastic and each is hook
         if not is_outer and (not each.consensus or each.changes_parameters):
@@ -415,7 +417,7 @@ def _check(hook: CommHook, manager: Manager) -> None:
                 f"hook {each!r} needs equal nodes, and the number of replicas changes with each "
                 "quorum"
             )
-        if each.name in ("auto", "guard") and getattr(each, "plan", None) is None:
+        if each.is_adaptive:
             raise CommHookError(
                 f"hook {each!r} decides by what the replicas have measured, which a new one does "
                 "not know; use the hook that it chooses, or `auto` with a plan"

@@ -4,7 +4,7 @@
 something on a CPU and on a GPU launches them.
 """
 
-from commhooks.kernels.launcher import BACKENDS, kernel_backend_of, launch, require
+from commhooks.kernels.launcher import BACKENDS, kernel_backend_of, launch, require, require_for
 from commhooks.kernels.source import SOURCES, Source
 
-__all__ = ["BACKENDS", "SOURCES", "Source", "kernel_backend_of", "launch", "require"]
+__all__ = ["BACKENDS", "SOURCES", "Source", "kernel_backend_of", "launch", "require", "require_for"]

@@ -15,11 +15,10 @@
 #include "codecs/formats.h"
 #include "vector.h"
 
-using namespace commhooks::codecs;
+using namespace commhooks::codecs;  // also for template arguments: kernels/source.py
 
+namespace commhooks::kernels {
 namespace {
-
-using i64 = long long;
 
 constexpr int kThreads = 256;  // the most per thread block
 // Thread blocks per multiprocessor: enough that some read while others compute. Three leave 80
@@ -30,8 +29,8 @@ constexpr int kBlocks = sizeof(T) == 4 && Codec::kBits != 2 ? 3 : 2;
 // that with two of them fewer blocks would run, which is slower.
 template <typename Codec>
 constexpr int kMessagesAhead = Codec::kGroup > 0 ? 1 : 2;
-template <typename Format>
-constexpr int kMessagesAhead<BlockFloat<Format>> = 1;
+template <int bits, int mantissa, int bias, int largest>
+constexpr int kMessagesAhead<BlockFloat<bits, mantissa, bias, largest>> = 1;
 constexpr int kQuad = 4;
 constexpr int kSlots = 4;  // quads per thread
 constexpr int kWarp = 32;
@@ -88,7 +87,7 @@ __device__ Share share_of(const Partition& partition) {
 // Copies a quad from or to memory, 16 bytes at a time.
 template <typename T>
 __device__ void copy_quad(const T* from, T* to) {
-  using Part = commhooks::kernels::Vector<T>;
+  using Part = Vector<T>;
 #pragma unroll
   for (int i = 0; i < kQuad; i += Part::size) {
     *reinterpret_cast<Part*>(to + i) = *reinterpret_cast<const Part*>(from + i);
@@ -354,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
   const u32 largest = largest_of<false>(x, share, partition);
   // Unused if the block has no scale, but all lanes of a warp must take part in the sum.
   const float size = norm_of(codec.norm, x, share, partition, float_of(largest));
-  const bool has_scale = commhooks::codecs::has_scale(largest);
+  const bool has_scale = codecs::has_scale(largest);
   const float scale = has_scale ? codec.scale(float_of(largest), size) : scale_without(largest);
   const float inverse = 1.0f / scale;
 
@@ -474,7 +473,8 @@ __global__ void __launch_bounds__(kThreads) decode(
 
   alignas(16) T x[kSlots][kQuad];
   for_numbers([&](int slot, int i) {
-    const float voted = is_vote != 0 ? clamp(sums[slot][i], 1.0f) * mean_scale : sums[slot][i];
+    const float voted =
+        is_vote != 0 ? codecs::clamp(sums[slot][i], 1.0f) * mean_scale : sums[slot][i];
     x[slot][i] = (T)(is_finite ? voted : float_of(0x7fc00000u));
   });
   store(begin, share, partition, x);
@@ -494,3 +494,5 @@ __global__ void __launch_bounds__(kThreads)
     *finite = 0;  // all threads that write it write the same value
   }
 }
+
+}  // namespace commhooks::kernels

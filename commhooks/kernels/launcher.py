@@ -1,5 +1,7 @@
 """Launch kernels with torch's tensors on torch's current stream."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,12 @@ def require(device: torch.device) -> None:
     backend = BACKENDS.get(device.type)
     if backend is not None:
         backend.require(device)
+
+
+def require_for(tensors: Iterable[Tensor]) -> None:
+    """Raise CommHookError if a device of ``tensors`` needs kernels that cannot run."""
+    for device in {tensor.device for tensor in tensors}:
+        require(device)
 
 
 def launch(

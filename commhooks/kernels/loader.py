@@ -9,6 +9,7 @@ import tempfile
 import threading
 from functools import cache
 from importlib import import_module
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +79,18 @@ def _check_cupy() -> None:
         raise CommHookError(
             f"expected a torch for CUDA, found {torch.__version__}: install one for CUDA"
         )
-    wanted = version.partition(".")[0]
-    remedy = f"pip install 'commhooks[cuda{wanted}]'"
+    major = version.partition(".")[0]
+    wanted = f"CuPy for CUDA {major}"
     try:
-        found = str(nvrtc().getVersion()[0])
+        found = f"CuPy for CUDA {nvrtc().getVersion()[0]}"
     except Exception as error:  # from imports, or from looking for CUDA's libraries
-        raise CommHookError(
-            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be used "
-            f"({error}): {remedy}"
-        ) from error
+        found = f"none that can be used ({error})"
     if found != wanted:
+        packages = sorted(set(packages_distributions().get("cupy", [])))
+        uninstall = f"pip uninstall {' '.join(packages)}, then " if packages else ""
         raise CommHookError(
-            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, the version of torch "
-            f"{torch.__version__}; found CuPy for CUDA {found}: pip uninstall cupy-cuda{found}x, "
-            f"then {remedy}"
+            f"kernels on CUDA tensors need {wanted}, the version of torch {torch.__version__}; "
+            f"found {found}: {uninstall}pip install 'commhooks[cuda{major}]'"
         )
 
 

@@ -31,12 +31,6 @@ def kernel_name(name: str, *arguments: str | int) -> str:
     return f"commhooks::kernels::{name}{template}"
 
 
-@cache
-def block_kernel(name: str, codes: str, number: str) -> str:
-    """Return the C++ expression of a kernel of block_codec.cu for a format's codes."""
-    return f"{name}<{codes}, {number}>"
-
-
 @dataclass(frozen=True, eq=False)  # a key by identity, in launches
 class Source:
     """A CUDA file of this folder, and the kernels in it that are used.
@@ -77,14 +71,14 @@ _WIDE = {element: at_least_float32(dtype) for dtype, element in ELEMENTS.items()
 BLOCK_CODEC = Source(
     "block_codec.cu",
     (
-        *(block_kernel("encode", codec, number) for codec in _FORMATS for number in TYPES.values()),
+        *(kernel_name("encode", codec, number) for codec in _FORMATS for number in TYPES.values()),
         *(
-            block_kernel("decode", codec, number)
+            kernel_name("decode", codec, number)
             for codec in _FORMATS
             if "true" not in codec
             for number in TYPES.values()
         ),
-        "find_not_finite",
+        kernel_name("find_not_finite"),
     ),
 )
 LOWRANK = Source(

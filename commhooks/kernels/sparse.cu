@@ -32,12 +32,12 @@ __global__ void __launch_bounds__(kThreads) pack(
     const W* values,
     i64 count,
     i64 low_bits,
-    i64 adds_rank,
+    i64 adds_ordinal,
     i64 high_words,
     i64 low_words,
     i64 values_at,
     u64* packed) {
-  const IndexCode code{(int)low_bits, adds_rank != 0};
+  const IndexCode code{(int)low_bits, adds_ordinal != 0};
   const i64 thread = thread_index();
   if (thread < count) {
     const u64 position = code.position(indices[thread], thread);
@@ -47,12 +47,12 @@ __global__ void __launch_bounds__(kThreads) pack(
   if (thread < low_words) {
     const i64 begin = thread * kWordBits;
     u64 word = 0;
-    for (i64 rank = begin / code.low_bits; rank < count; ++rank) {
-      const i64 bit = rank * code.low_bits - begin;
+    for (i64 ordinal = begin / code.low_bits; ordinal < count; ++ordinal) {
+      const i64 bit = ordinal * code.low_bits - begin;
       if (bit >= kWordBits) {
         break;
       }
-      const u64 low = code.low(indices[rank]);
+      const u64 low = code.low(indices[ordinal]);
       word |= bit >= 0 ? low << bit : low >> -bit;
     }
     packed[high_words + thread] = word;
@@ -106,21 +106,21 @@ __global__ void __launch_bounds__(kThreads) unpack(
     const u8* messages,
     i64 pitch,
     i64 low_bits,
-    i64 adds_rank,
+    i64 adds_ordinal,
     i64 high_words,
     const u64* offsets,
     i64 capacity,
     int* indices) {
-  const IndexCode code{(int)low_bits, adds_rank != 0};
+  const IndexCode code{(int)low_bits, adds_ordinal != 0};
   const u8* const low = messages + blockIdx.y * pitch + high_words * 8;
   u64 bits = bitmap_word(messages, pitch, high_words);
   u64 total;
-  i64 rank =
+  i64 ordinal =
       offsets[blockIdx.y * gridDim.x + blockIdx.x] + sum_before<kThreads>(__popcll(bits), &total);
-  for (; bits != 0 && rank < capacity; bits &= bits - 1, ++rank) {
+  for (; bits != 0 && ordinal < capacity; bits &= bits - 1, ++ordinal) {
     const u64 position = thread_index() * kWordBits + __ffsll(bits) - 1;
-    indices[blockIdx.y * capacity + rank] =
-        (int)code.index(position, rank, codecs::read_field(low, code.low_bits, rank));
+    indices[blockIdx.y * capacity + ordinal] =
+        (int)code.index(position, ordinal, codecs::read_field(low, code.low_bits, ordinal));
   }
 }
 
@@ -145,29 +145,29 @@ __global__ void __launch_bounds__(kThreads) check(
     i64 segments,
     u32* starts,
     u8* all_finite) {
-  const i64 rank = thread_index();
+  const i64 ordinal = thread_index();
   const i64 count = counts_in(words, tiles)[blockIdx.y];
   starts += blockIdx.y * (segments + 1);
-  if (rank == 0 && count == 0) {
+  if (ordinal == 0 && count == 0) {
     for (i64 segment = 0; segment <= segments; ++segment) {
       starts[segment] = 0;
     }
   }
-  if (rank >= count) {
+  if (ordinal >= count) {
     return;
   }
   indices += blockIdx.y * capacity;
-  const i64 index = indices[rank];
-  const i64 previous = rank == 0 ? -1 : indices[rank - 1];
-  const auto value = widen(values_of<W>(messages, pitch, values_at, blockIdx.y)[rank]);
+  const i64 index = indices[ordinal];
+  const i64 previous = ordinal == 0 ? -1 : indices[ordinal - 1];
+  const auto value = widen(values_of<W>(messages, pitch, values_at, blockIdx.y)[ordinal]);
   if (index <= previous || index >= numel || !(value - value == 0)) {
     *all_finite = false;
   }
-  const i64 first = rank == 0 || previous < 0 ? 0 : previous / kSegment + 1;
+  const i64 first = ordinal == 0 || previous < 0 ? 0 : previous / kSegment + 1;
   for (i64 segment = first; segment <= index / kSegment && segment <= segments; ++segment) {
-    starts[segment] = (u32)rank;
+    starts[segment] = (u32)ordinal;
   }
-  if (rank == count - 1) {
+  if (ordinal == count - 1) {
     for (i64 segment = index < 0 ? 0 : index / kSegment + 1; segment <= segments; ++segment) {
       starts[segment] = (u32)count;
     }

@@ -1,6 +1,5 @@
 """Check this machine: what works, what does not fit together, and what to install."""
 
-import importlib.metadata
 import ipaddress
 import os
 import re
@@ -9,11 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 
 import psutil
 import torch
@@ -22,12 +23,11 @@ from torch._C._distributed_c10d import HashStore
 
 from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.costs.units import format_rate
-from commhooks.errors import reason_of
+from commhooks.errors import CommHookError, reason_of
 from commhooks.extensions import EXTENSIONS
 from reducer.extension import ENGINE, REMEDY, Extension
 
 _PYTHON, _TORCH = ("3.11", "3.13"), ("2.11", "2.15")
-_CUPY = "cupy-cuda"
 _GRADIENT_BYTES = 1 << 30  # of a model that ranks of a host should have room for
 _WITHOUT = {
     "reducer._C": "hooks work on torch's DistributedDataParallel, not on commhooks's own",
@@ -127,7 +127,7 @@ def _backends() -> Result:
 
 
 def _gloo_interfaces() -> Result:
-    """Find the interfaces that Gloo takes, and what is likely to be wrong with them."""
+    """Name the interfaces that Gloo takes, and those that it can take."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     is_named = len(chosen) > 1  # torch ignores shorter values
     why = f"GLOO_SOCKET_IFNAME={chosen}" if is_named else f"the host name {socket.gethostname()!r}"
@@ -140,27 +140,25 @@ def _gloo_interfaces() -> Result:
     }
     # One address of each, IPv4 if possible, without loopback.
     known = {name: address for address, name in name_of.items() if not _is_local(address)}
+    choices = ", ".join(map(_described, known, known.values())) or "none here"
+    remedy = f"on each host, set GLOO_SOCKET_IFNAME to what reaches the others: {choices}"
     try:
         addresses = _gloo_addresses()
     except RuntimeError as error:
-        remedy = (
-            f"set GLOO_SOCKET_IFNAME to interfaces with an address: {_described(known.items())}"
-        )
         return Health.BROKEN, f"Gloo cannot use {why}: {reason_of(error)}", remedy
-    used = [("lo" if _is_local(each) else name_of.get(each, ""), each) for each in addresses]
-    found = f"{_described(used)}, by {why}"
-    others = {name: address for name, address in known.items() if name not in dict(used)}
-    all_known = _described(known.items())
-    remedy = f"on each host, set GLOO_SOCKET_IFNAME to what reaches the others: {all_known}"
+    used = [("lo" if _is_local(each) else name_of.get(each, "?"), each) for each in addresses]
+    found = f"{', '.join(_described(*each) for each in used)}, by {why}"
     if "lo" in dict(used):
         found += ": ranks on other hosts cannot connect"
         return Health.ABSENT, found, remedy if known else ""
-    if any(_is_down(name) for name, _ in used):
-        return Health.ABSENT, found, remedy
-    if others and not is_named:
-        remedy = f"to use another one, set GLOO_SOCKET_IFNAME: {_described(others.items())}"
-        return Health.FINE, found, remedy
-    return Health.FINE, found
+    return Health.FINE, found, remedy if len(known) > 1 and not is_named else ""
+
+
+def _described(interface: str, address: str) -> str:
+    """Return name and address and, if the system tells it, the rate."""
+    stats = psutil.net_if_stats().get(interface)
+    rate = f", {format_rate(1e6 * stats.speed)}" if stats is not None and stats.speed > 0 else ""
+    return f"{interface} ({address}{rate})"
 
 
 def _gloo_addresses() -> list[str]:
@@ -186,22 +184,6 @@ def _is_local(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _is_down(interface: str) -> bool:
-    stats = psutil.net_if_stats().get(interface)
-    return stats is not None and not stats.isup
-
-
-def _described(interfaces: Iterable[tuple[str, str]]) -> str:
-    """Return names with addresses and, if the system tells them, rates and that they are down."""
-    texts = []
-    for name, address in interfaces:
-        stats = psutil.net_if_stats().get(name)
-        rate = [format_rate(1e6 * stats.speed)] if stats is not None and stats.speed > 0 else []
-        down = ["down"] if _is_down(name) else []
-        texts.append(f"{name} ({', '.join([address, *rate, *down])})")
-    return ", ".join(texts) or "none here"
-
-
 def _cuda() -> Result:
     cuda = torch.version.cuda
     if cuda is None:
@@ -214,27 +196,16 @@ def _cuda() -> Result:
 
 
 def _cupy() -> Result:
-    cuda = torch.version.cuda
-    wanted = cuda.partition(".")[0] if cuda else None
-    packages = _cupy_packages()
-    remedy = f"pip install 'commhooks[cuda{wanted}]'" if wanted else ""
-    if not packages:
-        needed = "kernels for GPUs need it" if wanted else "torch is built for CPU, so not needed"
-        return Health.ABSENT, f"not installed; {needed}", remedy
-    found = ", ".join(f"{name} {version}" for name, version in packages.items())
-    uninstall = f"pip uninstall {' '.join(packages)}" + (f", then {remedy}" if remedy else "")
-    if len(packages) > 1:
-        return Health.BROKEN, f"{found}: they overwrite each other", uninstall
-    major = found.partition(" ")[0].removeprefix(_CUPY).rstrip("x")
-    if found.startswith(_CUPY) and wanted not in (None, major):
-        return Health.BROKEN, f"{found} is for CUDA {major}, torch for CUDA {cuda}", uninstall
-    return Health.FINE, found
+    if torch.version.cuda is None:
+        return Health.ABSENT, "torch is built for CPU, so not needed"
+    from commhooks.kernels import require  # which fails if an extension is broken
 
-
-def _cupy_packages() -> dict[str, str]:
-    """Return the installed packages that provide CuPy, with their versions."""
-    names = importlib.metadata.packages_distributions().get("cupy", [])
-    return {name.lower(): importlib.metadata.version(name) for name in sorted(set(names))}
+    try:
+        require(torch.device("cuda"))
+    except CommHookError as error:
+        found, _, remedy = str(error).rpartition(": ")
+        return Health.BROKEN if find_spec("cupy") else Health.ABSENT, found, remedy
+    return Health.FINE, f"{import_module('cupy').__version__}, for the CUDA version of torch"
 
 
 def _compiler(command: str, remedy: str) -> Result:

@@ -26,7 +26,7 @@ from commhooks.costs.backends import Backend, Gloo
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.errors import CommHookError, reason_of
-from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.base import CommHook, ModelInfo, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookSpec
@@ -198,7 +198,8 @@ class _GroupedModel(ProfiledModel):
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
         parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
-        trial, step = Trial(hook, parameters, self._group, self.roles), self.job.first_step
+        info, step = ModelInfo(self.roles), self.job.first_step
+        trial = Trial(hook, parameters, self._group, info)
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
         coroutine = trial.measure(sample, Communicator(self._group, step=step, key=sample.key))
         while True:

@@ -12,12 +12,4 @@ from commhooks.planning.plan import GroupPlan, Plan, merged
 from commhooks.planning.problem import Choice, Group, Problem
 from commhooks.planning.solver import solve
 
-__all__ = [
-    "Choice",
-    "Group",
-    "GroupPlan",
-    "Plan",
-    "Problem",
-    "merged",
-    "solve",
-]
+__all__ = ["Choice", "Group", "GroupPlan", "Plan", "Problem", "merged", "solve"]

@@ -46,7 +46,7 @@ def solve(problem: Problem, in_use: Mapping[str, str] | None = None) -> Plan:
     """
     plain = problem.uniform(problem.plain)
     if reason := _why_exact(problem):
-        return plan_of(problem, plain, reason)
+        return make_plan(problem, plain, reason)
     used, name = problem.assignment(in_use or {}), "the plan in use"
     uniform = map(problem.uniform, problem.overheads)
     candidates = [plain, *proposals(problem), *filter(problem.allows, uniform)]
@@ -62,8 +62,8 @@ def solve(problem: Problem, in_use: Mapping[str, str] | None = None) -> Plan:
     saved = 1 - seconds[best] / seconds[used]
     if best == used or saved < LEAST_SAVING:
         least = f"no other saves {LEAST_SAVING:.0%} of a step"
-        return plan_of(problem, used, f"Keep {name}: {least}.")
-    return plan_of(problem, best, f"Saves {saved:.0%} of a step over {name}.")
+        return make_plan(problem, used, f"Keep {name}: {least}.")
+    return make_plan(problem, best, f"Saves {saved:.0%} of a step over {name}.")
 
 
 def _why_exact(problem: Problem) -> str:
@@ -83,7 +83,7 @@ def _why_exact(problem: Problem) -> str:
     )
 
 
-def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
+def make_plan(problem: Problem, assignment: Assignment, reason: str) -> Plan:
     return Plan(
         rows=tuple(_row(problem, *p) for p in zip(problem.groups, assignment, strict=True)),
         before=problem.replay(problem.uniform(problem.plain)),

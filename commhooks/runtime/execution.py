@@ -269,6 +269,7 @@ class ExchangeExecution(HookExecution):
     is_exchange = True
 
     def __init__(self, exchange: Exchange, begun_by: HookExecution) -> None:
+        assert exchange.run is not None
         self._function = exchange.run
         super().__init__(begun_by.hook, begun_by.bucket, begun_by.comm.group)
         exchange.future = self.future

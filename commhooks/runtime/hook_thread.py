@@ -86,7 +86,7 @@ class HookThread:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self._scheduler.abort_because("the runner failed", error)
         self._scheduler.close()
-        while not self._inbox.empty():  # which a thread that waits for ever keeps alive
+        while not self._inbox.empty():  # which a thread that never ends keeps alive
             self._inbox.get()
 
     def _serve(self) -> None:

@@ -1,8 +1,8 @@
 """The base of runners, which run a hook for a wrapped model; each backend needs another one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
-from commhooks.runtime.side_stream import SideStream
+from commhooks.hook.base import CommHook, tree
+from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 
@@ -58,8 +58,8 @@ class Runner(ABC):
             return False
         if (first := self.capturable_from()) is None:
             raise CommHookError(
-                f"a CUDA graph cannot capture hook {self._hook!r}: it would repeat one step of the "
-                "hook for ever. Expected a hook that declares `capturable_from`, such as bf16, "
+                f"a CUDA graph cannot capture hook {self._hook!r}: each replay would repeat one "
+                "step of the hook. Expected a hook that declares `capturable_from`, such as bf16, "
                 "int8 with rounding to nearest, or powersgd, and a process group on NCCL"
             )
         if step < first or not self.has_run():
@@ -118,12 +118,21 @@ class Runner(ABC):
         further calls. Raises CommHookError if a failure has ended the hook for good.
         """
 
-    @abstractmethod
-    def between_steps(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
         """Read or change what the hook keeps inside this context: Note [Streams and lifetimes].
 
         Drains first. Tensors that leave it need :func:`record_on_current_stream` after it.
         """
+        self.drain()
+        with self._stream.forked():
+            self._record_states()  # the caller may free what another stream owns
+            yield
+
+    def _record_states(self) -> None:
+        """Let the current stream use the states of the hook and of those nested in it."""
+        for each in tree(self._hook):
+            record_on_current_stream(each.state)
 
     @abstractmethod
     def close(self) -> None:

@@ -42,7 +42,7 @@ class SideStream:
             future.set_result(...)        # streams that wait for the future wait for this one
 
     All buckets of a hook share the stream, so its work for one bucket comes after its work for the
-    bucket before. Nothing here makes the host wait.
+    bucket before. Only :meth:`synchronize` makes the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:

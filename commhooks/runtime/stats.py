@@ -195,11 +195,16 @@ class StatsCollector:
         if self.listener is not None:
             self.listener(run)
 
-    def wire_bytes(self, key: str) -> float | None:
-        """Return the mean per step for the bucket with this key, or None if it is not known."""
+    def wire_bytes(self, key: str, last: int) -> float | None:
+        """Return the mean of a bucket's last steps, of all if these are not kept.
+
+        None if it is not known.
+        """
         entry = self._entries.get(key)
-        known = entry.total.wire_bytes if entry else None
-        return known / entry.steps if entry and known is not None else None
+        if entry is None:
+            return None
+        steps, costs = self._window(entry, last if 0 < last <= KEPT_STEPS else None)
+        return None if costs.wire_bytes is None else costs.wire_bytes / steps
 
     def stats(self, world_size: int, last: int | None = None) -> HookStats:
         """Return the statistics of the present buckets, of all steps or of the last ones."""

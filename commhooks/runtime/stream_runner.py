@@ -20,7 +20,7 @@ from commhooks.runtime import replays
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.replays import Replay, Replays
 from commhooks.runtime.runner import Runner
-from commhooks.runtime.side_stream import SideStream, record_on_current_stream
+from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.step_scheduler import Phase, StepState
 from reducer import GradBucket
 from reducer.backends import NCCL, family_of
@@ -186,17 +186,13 @@ class StreamRunner(Runner):
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Let the caller work on the stream of the hook. Exchanges come before and after."""
-        self.drain()
+        """Let exchanges, too, come before and after the work of the caller."""
         try:
-            with self._stream.forked():
-                for each in tree(self._hook):  # the caller may free what another stream owns
-                    record_on_current_stream(each.state)
+            with super().between_steps():
                 yield
         finally:
             with self._exchange_stream:
-                for each in tree(self._hook):
-                    record_on_current_stream(each.state)
+                self._record_states()
 
     def close(self) -> None:
         """End the hook's own communicators. The host waits for what is under way."""

@@ -1,8 +1,7 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.hook_thread import HookThread
 from commhooks.runtime.runner import Runner
-from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.step_scheduler import StepScheduler
 from commhooks.runtime.waiters import Waiters
 from reducer import GradBucket
@@ -83,15 +81,6 @@ class ThreadedRunner(Runner):
         self._exchange_thread.wait()  # and have begun
         self._exchange_thread.wait(self._exchanges.is_idle)
         self._thread.wait()  # so that they have been recorded
-
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Let the caller work on the stream of the threads, which have nothing to do."""
-        self.drain()
-        with self._stream.forked():
-            for each in tree(self._hook):  # the caller may free what another stream owns
-                record_on_current_stream(each.state)
-            yield
 
     def close(self) -> None:
         """End the threads. The host waits for the device, which may use what a hook keeps."""

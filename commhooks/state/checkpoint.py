@@ -77,14 +77,16 @@ class HookState:
                 )
             return self.handle.state_dict()
         stored = self._stored()
-        ranks = self.handle.adapter
+        model = self.handle.adapter
         found = (Source.of(path[1]) for path in stored if path[0] == "tensors")
-        own = of_part((source for source in found if source is not None), ranks)
+        own = of_part((source for source in found if source is not None), model)
         if not own:
             return {}
         old, part = own[0].layout, own[0].part
-        sources = set(map(str, old.sources(layout_of(ranks), ranks.rank, part)))
+        sources = set(map(str, old.sources(layout_of(model), model.rank, part)))
         targets: dict[str, Any] = {"state": {source: {} for source in sorted(sources)}}
+        if not sources:  # DCP would look for an empty dict in the checkpoint
+            del targets["state"]
         for path, it in stored.items():
             if path[0] in _FIELDS:
                 put(targets, path, None)
@@ -92,7 +94,7 @@ class HookState:
                 target = None
                 if hasattr(it, "size"):  # a tensor
                     dtype = it.properties.dtype
-                    target = torch.empty(it.size, dtype=dtype, device=ranks.device)
+                    target = torch.empty(it.size, dtype=dtype, device=model.device)
                 put(targets, path, target)
         return targets
 
@@ -104,7 +106,9 @@ class HookState:
                 cannot be used on another number of ranks.
         """
         self._reader = None
-        self.handle.load_state_dict(state_dict or NoStateError())  # {} of :meth:`state_dict`
+        # Of the former run this rank may need no tensors, which all states have.
+        state = {"state": {}, "tensors": {}, **state_dict} if state_dict else NoStateError()
+        self.handle.load_state_dict(state)  # {} of :meth:`state_dict`
 
     def _stored(self) -> dict[tuple[Any, ...], Any]:
         """Return what the checkpoint has of the hook, by its path in the state."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.entries import on_cpu
-from commhooks.state.layout import Ranks
+from commhooks.state.layout import DistributedModel
 from commhooks.state.saved import NoStateError
 from reducer.backends import GLOO, family_of
 
@@ -30,7 +30,7 @@ class Handle(Protocol):
     def is_registered(self) -> bool: ...
 
     @property
-    def adapter(self) -> Ranks: ...
+    def adapter(self) -> DistributedModel: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from commhooks.errors import CommHookStateError
 
 
-class Ranks:
-    """The ranks that train a model together, and what this one has of the model."""
+class DistributedModel:
+    """A model as this rank has it, and the ranks that train it together."""
 
     device: torch.device
     """The device of the gradients."""
@@ -116,7 +116,7 @@ class Source(NamedTuple):
     number: int
     layout: Layout
     part: int
-    """:attr:`Ranks.part`."""
+    """:attr:`DistributedModel.part`."""
 
     def __str__(self) -> str:
         part = f", part {self.part}" if self.part else ""
@@ -133,7 +133,7 @@ class Source(NamedTuple):
         return cls(match[1], number, Layout(replicas, shards), part)
 
 
-def of_part(sources: Iterable[Source], ranks: Ranks) -> list[Source]:
+def of_part(sources: Iterable[Source], model: DistributedModel) -> list[Source]:
     """Return the sources of the part of the model that these ranks train, or of the only one.
 
     Raises CommHookStateError if there are other parts than on these ranks.
@@ -144,22 +144,22 @@ def of_part(sources: Iterable[Source], ranks: Ranks) -> list[Source]:
     found = sorted(by_part)
     if len(found) < 2:
         return by_part[found[0]] if found else []
-    here, part = layout_of(ranks), ranks.part
+    here, part = layout_of(model), model.part
     if any(each.layout != here for each in chain.from_iterable(by_part.values())):
         # Each part had more ranks, or fewer, so it may have had another first rank.
         is_whole = len(found) * here.size == dist.get_world_size()
-        part = dict(enumerate(found)).get(ranks.part_number, -1) if is_whole else -1
+        part = dict(enumerate(found)).get(model.part_number, -1) if is_whole else -1
     if part not in by_part:
         raise CommHookStateError(
-            f"expected the state of part {ranks.part} of the model, found those of {found}. A part "
+            f"expected the state of part {model.part} of the model, found those of {found}. A part "
             "has the number of its first rank: resume on a mesh with as many parts"
         )
     return by_part[part]
 
 
-def layout_of(ranks: Ranks) -> Layout:
+def layout_of(model: DistributedModel) -> Layout:
     """Return the layout of the ranks of a model."""
-    return Layout(ranks.group.size(), ranks.shards)
+    return Layout(model.group.size(), model.shards)
 
 
 def rows_of(size: int, shard: int, shards: int) -> range:

@@ -15,7 +15,7 @@ from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
 from commhooks.state.entries import HookPart, parts_of, put
-from commhooks.state.layout import Layout, Ranks, Source, layout_of, rows_of
+from commhooks.state.layout import DistributedModel, Layout, Source, layout_of, rows_of
 from reducer.peers import collective
 
 Key: TypeAlias = tuple[str, ...]
@@ -25,16 +25,16 @@ Key: TypeAlias = tuple[str, ...]
 class Resharding:
     """Converts a state that ranks in the layout ``old`` have saved."""
 
-    def __init__(self, hook: CommHook, ranks: Ranks, old: Layout) -> None:
-        if len(ranks.shard_groups) > 1:
+    def __init__(self, hook: CommHook, model: DistributedModel, old: Layout) -> None:
+        if len(model.shard_groups) > 1:
             raise CommHookStateError(
                 f"expected the same shard group for all parameters, found "
-                f"{len(ranks.shard_groups)}; only the same ranks can load the states of hooks on "
+                f"{len(model.shard_groups)}; only the same ranks can load the states of hooks on "
                 "such models"
             )
         self._hook = hook
-        self._ranks = ranks
-        self._old, self._here = old, layout_of(ranks)
+        self._model = model
+        self._old, self._here = old, layout_of(model)
         self._keeps_shards = old.shards == self._here.shards
         self._sums: dict[Key, Tensor] = {}  # of this rank's share
         self._state: dict[Any, Any] = {}
@@ -42,7 +42,7 @@ class Resharding:
     def add(self, parts: Mapping[Source, Mapping[Any, Any]]) -> None:
         """Add this rank's share. Raises CommHookStateError if it cannot be used on these ranks."""
         for source, state in parts.items():
-            for part in parts_of(state, self._hook, self._ranks.parameters):
+            for part in parts_of(state, self._hook, self._model.parameters):
                 for name, entry in part.entries.items():
                     self._check(part, name, entry)
                     if source.kind == "rank":
@@ -59,14 +59,14 @@ class Resharding:
 
     def combine(self, sums: Mapping[Key, tuple[torch.Size, torch.dtype]]) -> dict[Any, Any]:
         """Return the state of this rank, from the sums that any rank has. Collective."""
-        parts = {part.path: part for part in parts_of({}, self._hook, self._ranks.parameters)}
+        parts = {part.path: part for part in parts_of({}, self._hook, self._model.parameters)}
         for key in sorted(sums):
             shape, dtype = sums[key]
-            zeros = torch.zeros(shape, dtype=dtype, device=self._ranks.device)
+            zeros = torch.zeros(shape, dtype=dtype, device=self._model.device)
             total = self._sums.pop(key, zeros).contiguous()
             for group in [
-                self._ranks.group,
-                *([] if self._keeps_shards else self._ranks.shard_groups),
+                self._model.group,
+                *([] if self._keeps_shards else self._model.shard_groups),
             ]:
                 with collective(group, "the sum of a saved state"):
                     dist.all_reduce(total, group=group)
@@ -118,7 +118,7 @@ class Resharding:
         """Return what a rank contributes to the means."""
         declared = part.declared(name)
         own = {
-            it: value.to(self._ranks.device)  # where the means are
+            it: value.to(self._model.device)  # where the means are
             for it, value in entry.items()
             if declared[it].across_ranks == "own"
         }
@@ -147,17 +147,17 @@ class Resharding:
         """Return a field as one of the old ranks had it, in the form of its gradient."""
         declared, value = part.declared(name)[field], entry.get(field)
         if value is not None and not declared.per_element:
-            return value.to(self._ranks.device, at_least_float32(value.dtype))
+            return value.to(self._model.device, at_least_float32(value.dtype))
         gradient = part.gradients[name]
         # A sum of errors in bfloat16 would lose what is small.
         dtype = at_least_float32(declared.dtype or gradient.dtype if value is None else value.dtype)
         if self._keeps_shards:  # its positions in memory count, see CommHook.keep_own
-            old = torch.zeros_like(gradient, dtype=dtype, device=self._ranks.device)
+            old = torch.zeros_like(gradient, dtype=dtype, device=self._model.device)
         else:
             shape, dim = self._whole(name, gradient)
             sizes = list(shape)
             sizes[dim] = -(-sizes[dim] // self._old.shards)
-            old = torch.zeros(sizes, dtype=dtype, device=self._ranks.device)
+            old = torch.zeros(sizes, dtype=dtype, device=self._model.device)
         return old if value is None else old.copy_(value.reshape(old.shape))
 
     def _cut(self, whole: Tensor, name: str, gradient: Tensor) -> Tensor:
@@ -165,11 +165,11 @@ class Resharding:
         if self._keeps_shards:
             return whole
         dim = self._whole(name, gradient)[1]
-        rows = rows_of(whole.shape[dim], self._ranks.rank % self._here.shards, self._here.shards)
+        rows = rows_of(whole.shape[dim], self._model.rank % self._here.shards, self._here.shards)
         own = whole.new_zeros(gradient.shape)
         own.narrow(dim, 0, len(rows)).copy_(whole.narrow(dim, rows.start, len(rows)))
         return own
 
     def _whole(self, name: str, gradient: Tensor) -> tuple[torch.Size, int]:
         """Return the shape of a parameter, and the dimension that it is cut in."""
-        return self._ranks.whole(name) or (gradient.shape, 0)
+        return self._model.whole(name) or (gradient.shape, 0)

@@ -12,7 +12,7 @@ import torch
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, walk
 from commhooks.state.entries import count, merge, parts_of, put
-from commhooks.state.layout import Layout, Ranks, Source, layout_of, of_part
+from commhooks.state.layout import DistributedModel, Layout, Source, layout_of, of_part
 from commhooks.state.resharding import Key, Resharding
 from reducer.agreement import values_of_ranks
 
@@ -25,13 +25,13 @@ _AFTER_A_FAILURE = (
 _MOST_STEPS = 2**62  # the reducer counts in 64 bits
 
 
-def saved_state(hook: CommHook, ranks: Ranks) -> dict[str, Any]:
+def saved_state(hook: CommHook, model: DistributedModel) -> dict[str, Any]:
     """Return this rank's part of the state, in the form that ``commhooks.state`` documents."""
-    here = layout_of(ranks)
-    own = Source("rank", ranks.rank, here, ranks.part)
-    same = Source("shard", ranks.rank % here.shards, here, ranks.part)
+    here = layout_of(model)
+    own = Source("rank", model.rank, here, model.part)
+    same = Source("shard", model.rank % here.shards, here, model.part)
     state: dict[str, dict[Any, Any]] = {str(own): {}, str(same): {}}
-    for part in parts_of(hook.state_dict(), hook, ranks.parameters):
+    for part in parts_of(hook.state_dict(), hook, model.parameters):
         for key, entry in part.entries.items():
             if not isinstance(entry, Mapping) or not entry:
                 put(state, (str(own), *part.path, key), entry)
@@ -42,7 +42,7 @@ def saved_state(hook: CommHook, ranks: Ranks) -> dict[str, Any]:
     return {
         "version": VERSION,
         "hook": json.dumps(hook.to_config()),
-        "step": ranks.steps,
+        "step": model.steps,
         "state": state,
         "tensors": {source: count(entries) for source, entries in state.items()},
     }
@@ -55,7 +55,9 @@ class NoStateError(CommHookStateError):
         super().__init__(text)
 
 
-def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ranks: Ranks) -> None:
+def load_state(
+    saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, model: DistributedModel
+) -> None:
     """Load a state on all ranks, or on none. Collective.
 
     An error in its place says why this rank has none. If all have a :class:`NoStateError`, the hook
@@ -64,8 +66,8 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
     Raises:
         CommHookStateError: See :meth:`HookHandle.load_state_dict`.
     """
-    here = layout_of(ranks)
-    loading = _Loading(hook, ranks)
+    here = layout_of(model)
+    loading = _Loading(hook, model)
     outcome = loading.outcome
     outcome.is_missing = isinstance(saved, NoStateError)
     sources: list[Source] = []
@@ -76,27 +78,27 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
         _check_form(saved)
         _check_hook(saved, hook)
         outcome.step = saved["step"]
-        outcome.layout, sources = _sources(saved, ranks)
+        outcome.layout, sources = _sources(saved, model)
         if outcome.layout not in (None, here):
-            resharding = Resharding(hook, ranks, outcome.layout)
+            resharding = Resharding(hook, model, outcome.layout)
             resharding.add({source: saved["state"].get(str(source), {}) for source in sources})
             outcome.sums = resharding.described()
     of_ranks = loading.compare()
     if isinstance(saved, CommHookStateError):  # on all ranks
         warnings.warn(f"{saved}, so {hook!r} begins without a state, at step 0", stacklevel=3)
-        load_state(saved_state(hook, ranks) | {"step": 0, "state": {}}, hook, ranks)
+        load_state(saved_state(hook, model) | {"step": 0, "state": {}}, hook, model)
         return
     layout = next((each.layout for each in of_ranks if each.layout is not None), here)
     if layout != here:
         resharding = resharding or Resharding(
-            hook, ranks, layout
+            hook, model, layout
         )  # this rank has no part of the state
         state = resharding.combine({key: it for each in of_ranks for key, it in each.sums.items()})
     before: dict[str, Any] | None = None
     with loading.attempt():
         if layout == here:
             state = _merged(saved, sources)
-        parts = list(parts_of(state, hook, ranks.parameters))
+        parts = list(parts_of(state, hook, model.parameters))
         for part in parts:
             part.check()
         _check_count(saved, sources)
@@ -109,7 +111,7 @@ def load_state(saved: Mapping[str, Any] | CommHookStateError, hook: CommHook, ra
         if before is not None:
             hook.load_state_dict(before)
         raise
-    ranks.steps = saved["step"]
+    model.steps = saved["step"]
 
 
 @dataclass
@@ -134,10 +136,10 @@ class _Outcome:
 class _Loading:
     """The loading of a state: it succeeds on all ranks, or fails on all."""
 
-    def __init__(self, hook: CommHook, ranks: Ranks) -> None:
-        self.outcome = _Outcome(ranks.rank)
+    def __init__(self, hook: CommHook, model: DistributedModel) -> None:
+        self.outcome = _Outcome(model.rank)
         self._hook = hook
-        self._ranks = ranks
+        self._model = model
         self._cause: Exception | None = None
 
     @contextmanager
@@ -153,19 +155,19 @@ class _Loading:
 
     def compare(self) -> list[_Outcome]:
         """Return the outcomes of all ranks. Raises on all if one has failed, or they do not fit."""
-        ranks, what = self._ranks, "the loading of a saved state"
+        model, what = self._model, "the loading of a saved state"
         found = {
-            it.rank: it for it in values_of_ranks(self.outcome, ranks.group, ranks.device, what)
+            it.rank: it for it in values_of_ranks(self.outcome, model.group, model.device, what)
         }
-        for group in ranks.shard_groups:
-            for others in values_of_ranks(found, group, ranks.device, what):
+        for group in model.shard_groups:
+            for others in values_of_ranks(found, group, model.device, what):
                 found |= others
         of_ranks = [found[rank] for rank in sorted(found)]
         if all(each.is_missing for each in of_ranks):
             return of_ranks
-        if problem := self.outcome.failure or _mismatch(of_ranks, layout_of(ranks).shards):
+        if problem := self.outcome.failure or _mismatch(of_ranks, layout_of(model).shards):
             raise CommHookStateError(
-                f"[rank {ranks.rank}] {problem}. No rank has loaded its state"
+                f"[rank {model.rank}] {problem}. No rank has loaded its state"
             ) from self._cause
         return of_ranks
 
@@ -222,15 +224,17 @@ def _check_form(saved: Any) -> None:
         raise CommHookStateError(f"expected a step of at least 0, found {saved['step']}")
 
 
-def _sources(saved: Mapping[str, Any], ranks: Ranks) -> tuple[Layout | None, list[Source]]:
+def _sources(
+    saved: Mapping[str, Any], model: DistributedModel
+) -> tuple[Layout | None, list[Source]]:
     """Return the layout of the ranks that saved the state, and the parts that this rank needs."""
-    here, rank = layout_of(ranks), ranks.rank
+    here, rank = layout_of(model), model.rank
     found = {key: Source.of(key) for key in saved["state"]}
     if unknown := [key for key, source in found.items() if source is None]:
         raise CommHookStateError(
             f"expected keys such as 'rank {rank} of {here}' in the state, found {unknown[0]!r}"
         )
-    own = of_part([source for source in found.values() if source is not None], ranks)
+    own = of_part([source for source in found.values() if source is not None], model)
     layouts = {source.layout for source in own}
     if not layouts:
         return None, []
@@ -292,8 +296,8 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
     hooks = dict(walk(hook, "", ()))
     for path, (wanted, found) in _differences(here, there):
         owner, _, option = path.rpartition(".")
-        if option == "ranks_per_node" and owner in hooks and not hooks[owner].spreads_parameters:
-            continue  # other nodes, whose state is the same
+        if owner in hooks and option in hooks[owner].free_options:
+            continue
         raise CommHookStateError(
             f"hook {here['name']!r} has {path}={wanted!r}, but its state was saved with "
             f"{path}={found!r}"

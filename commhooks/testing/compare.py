@@ -58,7 +58,7 @@ def disagreement(found: Gradients) -> list[str]:
     return []
 
 
-def layout_of(tensor: Tensor) -> tuple[object, ...]:
+def tensor_layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.stride()
 
 

@@ -20,9 +20,9 @@ from commhooks.hook.options import instances_in
 from commhooks.testing.compare import (
     differences,
     disagreement,
-    layout_of,
     mean_over_ranks,
     same_bits,
+    tensor_layout,
     through_file,
 )
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -127,7 +127,7 @@ def representation(context: RuleContext) -> Problems:
     except Exception as error:
         yield f"{hook!r} is not valid source code: {error}"
         return
-    if found != hook:
+    if found != hook or found.to_config() != hook.to_config():
         yield f"expected the source {hook!r} to make that hook, found {found!r}"
 
 
@@ -137,9 +137,9 @@ def result(context: RuleContext) -> Problems:
     for trainer, _, found in _steps_by_dtype(context):
         yield from _not_finite(found)
         for name, gradient in found.items():
-            expected = layout_of(trainer.parameters[name])
-            if layout_of(gradient) != expected:
-                yield f"{name}: expected {expected}, found {layout_of(gradient)}"
+            expected = tensor_layout(trainer.parameters[name])
+            if tensor_layout(gradient) != expected:
+                yield f"{name}: expected {expected}, found {tensor_layout(gradient)}"
 
 
 @_rule
@@ -313,7 +313,10 @@ def unused(context: RuleContext) -> Problems:
     found: dict[str, Tensor] = {}
     for step in range(_STEPS):
         accumulated, last = (
-            [draw_gradients(used if r else used_by_first, r, step, i) for r in range(context.size)]
+            [
+                draw_gradients(used_by_first if r == 0 < context.size - 1 else used, r, step, i)
+                for r in range(context.size)
+            ]
             for i in range(2)
         )
         found = trainer.step(last[context.rank], before=[accumulated[context.rank]])

@@ -9,7 +9,7 @@
 
 namespace commhooks {
 
-template <Several several, typename Codec>
+template <Combine combine, typename Codec>
 BlockLoops loops_for(const Codec& codec) {
   return {
       [codec](const EncodeCall& call, int64_t begin, int64_t end) {
@@ -24,9 +24,9 @@ BlockLoops loops_for(const Codec& codec) {
       [codec](const DecodeCall& call, int64_t begin, int64_t end) {
         on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
           if (call.is_double) {
-            decode_blocks<decltype(set), double, several>(codec, call, begin, end);
+            decode_blocks<decltype(set), double, combine>(codec, call, begin, end);
           } else {
-            decode_blocks<decltype(set), float, several>(codec, call, begin, end);
+            decode_blocks<decltype(set), float, combine>(codec, call, begin, end);
           }
         });
       }};
@@ -42,10 +42,10 @@ BlockLoops loops_of(const Format& format) {
   codecs::configure(codec, {format.norm, format.levels, format.clip});
   if constexpr (std::is_same_v<Codec, codecs::Sign>) {
     if (format.is_vote) {
-      return loops_for<Several::kMajority>(codec);
+      return loops_for<Combine::kVote>(codec);
     }
   }
-  return loops_for<Several::kMean>(codec);
+  return loops_for<Combine::kMean>(codec);
 }
 
 }  // namespace commhooks

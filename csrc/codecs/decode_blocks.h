@@ -127,7 +127,7 @@ class TileSum {
 };
 
 // How several messages are combined: by their mean, or by a vote on the sign.
-enum class Several { kMean, kMajority };
+enum class Combine { kMean, kVote };
 
 // The share of one message in a block: its codes, and the weights of its numbers. Codecs with
 // groups have one weight per group, others a single one.
@@ -160,14 +160,14 @@ COMMHOOKS_INLINE void weigh_groups(
 }
 
 // Finds the shares of all messages of the block's part. Returns the mean of their scales.
-template <Several several, typename Codec>
+template <Combine combine, typename Codec>
 COMMHOOKS_INLINE float find_shares(
     const Codec& codec,
     const DecodeCall& call,
     const Place& place,
     std::vector<Share<Codec>>& shares) {
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
-  const float share = 1.0f / static_cast<float>(call.message_count);
+  const float of_each = 1.0f / static_cast<float>(call.message_count);
   const uint8_t* message = call.messages + place.part * call.message_count * call.message_bytes;
   float mean_scale = 0.0f;
   for (Share<Codec>& own : shares) {
@@ -178,13 +178,13 @@ COMMHOOKS_INLINE float find_shares(
       const uint8_t* const groups =
           message + call.parts.groups_offset() + place.block * block_groups;
       const int64_t count = (place.count + Codec::kGroup - 1) / Codec::kGroup;
-      weigh_groups(codec, groups, count, scale * share, own.weights);
-    } else if constexpr (several == Several::kMajority) {
+      weigh_groups(codec, groups, count, scale * of_each, own.weights);
+    } else if constexpr (combine == Combine::kVote) {
       own.weights[0] = scale == 0.0f ? 0.0f : 1.0f;
     } else {
-      own.weights[0] = scale * share;
+      own.weights[0] = scale * of_each;
     }
-    mean_scale += scale * share;
+    mean_scale += scale * of_each;
     prefetch(own.codes + kCodesAhead, code_bytes);
     message += call.message_bytes;
   }
@@ -222,19 +222,19 @@ COMMHOOKS_INLINE void store_tile(
   }
 }
 
-template <typename Set, typename T, Several several, typename Codec>
+template <typename Set, typename T, Combine combine, typename Codec>
 COMMHOOKS_INLINE void decode_blocks(
     const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
   std::vector<Share<Codec>> shares(static_cast<size_t>(call.message_count));
   for (int64_t index = begin; index < end; ++index) {
     const Place place = place_of(call.parts, index);
-    const float mean_scale = find_shares<several>(codec, call, place, shares);
+    const float mean_scale = find_shares<combine>(codec, call, place, shares);
     for (int64_t i = 0; i < place.count; i += kTile) {
       const int64_t count = std::min(kTile, place.count - i);
       const bool is_whole = count == kTile;
       Tile tile = is_whole ? sum_tile<Set, true>(codec, shares, i, count)
                            : sum_tile<Set, false>(codec, shares, i, count);
-      if constexpr (several == Several::kMajority) {
+      if constexpr (combine == Combine::kVote) {
         // Two loops, as compilers generate a branch per element for one.
         for (float& number : tile.numbers) {
           number = codecs::clamp(number, 1.0f);

@@ -131,8 +131,9 @@ bool Arena::is_of_this_process() const {
 
 std::unique_ptr<Arena::Allocation> Arena::allocate(size_t bytes) {
   bytes = (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
-  const int64_t offset = reserve(bytes);
+  const int64_t offset = take_offset(bytes);
   try {
+    extend(file(), offset, bytes);
     return std::make_unique<Allocation>(shared_from_this(), offset, bytes);
   } catch (...) {
     give_back(offset, bytes);
@@ -140,16 +141,17 @@ std::unique_ptr<Arena::Allocation> Arena::allocate(size_t bytes) {
   }
 }
 
-int64_t Arena::reserve(size_t bytes) {
+int64_t Arena::take_offset(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (const auto free = free_.find(bytes); free != free_.end()) {
-    const int64_t offset = free->second;
-    extend(file(), offset, bytes);
-    free_.erase(free);
-    return offset;
+  if (const auto free = free_.extract(bytes)) {
+    return free.mapped();
   }
-  extend(file(), end_, bytes);
   return std::exchange(end_, end_ + static_cast<int64_t>(bytes));
+}
+
+void Arena::give_offset(int64_t offset, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  free_.emplace(bytes, offset);
 }
 
 void Arena::check_room(size_t bytes) {
@@ -158,9 +160,8 @@ void Arena::check_room(size_t bytes) {
 }
 
 void Arena::give_back(int64_t offset, size_t bytes) {
-  const std::lock_guard lock(mutex_);
   fallocate(file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
-  free_.emplace(bytes, offset);
+  give_offset(offset, bytes);
 }
 
 Arena::Allocation::Allocation(std::shared_ptr<Arena> arena, int64_t offset, size_t bytes)

@@ -119,13 +119,14 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   explicit Arena(File file);
-  int64_t reserve(size_t bytes);  // returns its offset
-  void give_back(int64_t offset, size_t bytes);
+  int64_t take_offset(size_t bytes);
+  void give_offset(int64_t offset, size_t bytes);
+  void give_back(int64_t offset, size_t bytes);  // and the memory there, to the system
 
   int process_;
   File file_;
   Window first_page_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards what follows; never held while the system finds or frees memory
   int64_t end_;
   std::multimap<size_t, int64_t> free_;  // offsets by size
 };

@@ -78,15 +78,20 @@ void copy_tensors(
   if (destinations.empty()) {
     return;
   }
-  // Scaled in the wider of the two types, as pieces are.
-  const bool narrows = destinations.front().itemsize() < sources.front().itemsize();
+  // Scaled in a type that holds the numbers of both, and then rounded, as pieces are.
+  const auto to = destinations.front().scalar_type();
+  const auto wide = c10::promoteTypes(sources.front().scalar_type(), to);
   if (scale == 1.0) {
     at::_foreach_copy_(destinations, sources);
-  } else if (narrows) {
-    at::_foreach_copy_(destinations, at::_foreach_mul(sources, scale));
-  } else {
+  } else if (wide == to) {
     at::_foreach_copy_(destinations, sources);
     at::_foreach_mul_(destinations, scale);
+  } else {
+    std::vector<at::Tensor> widened;
+    for (const at::Tensor& source : sources) {
+      widened.push_back(source.to(wide));
+    }
+    at::_foreach_copy_(destinations, at::_foreach_mul(widened, scale));
   }
   if (finite.defined()) {
     for (const at::Tensor& destination : destinations) {

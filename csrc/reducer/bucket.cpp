@@ -279,8 +279,10 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
     }
     return;
   }
-  const bool already_there = grads_are_views_ && result.is_same(flat_);
-  const at::Tensor source = result.reshape({-1});
+  const at::Tensor source = result.resolve_neg().reshape({-1});
+  // Hooks may also return another tensor over the memory of the bucket.
+  const bool is_in_place = grads_are_views_ && flat_.defined() && source.scalar_type() == dtype() &&
+      source.const_data_ptr() == flat_.const_data_ptr();
   std::vector<Piece> pieces;
   pieces.reserve(positions.size());
   std::vector<at::Tensor> sources;
@@ -294,10 +296,10 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
           : at::empty_strided(parameter.sizes(), gradient_strides(parameter), parameter.options());
       store_.set(parameter, original);
     }
-    if (already_there) {
+    const at::Tensor grad = original.is_complex() ? at::view_as_real(original) : original;
+    if (is_in_place && is_own_view(grad, i)) {  // unless replaced after it was packed
       continue;
     }
-    const at::Tensor grad = original.is_complex() ? at::view_as_real(original) : original;
     if (is_plain(grad, i)) {
       pieces.push_back({at_offset(source, layout_->offsets[i]), grad.data_ptr(), grad.numel()});
     } else {

@@ -89,7 +89,7 @@ void BucketPipeline::await_after_backward(
 
 void BucketPipeline::wait_for_turn_locked(Lock& lock) {
   lock.wait(turn_.changed, [&] {
-    return turn_.is_mine() || (turn_.is_open() && !turn_.has_helpers() && phase_ != Phase::Aborted);
+    return turn_.is_mine() || (turn_.is_open() && !turn_.has_helpers() && phase_ != Phase::Failed);
   });
 }
 
@@ -245,7 +245,8 @@ void BucketPipeline::end_collecting() {
 
 // -------------------------------------------------------------------------------- to the hooks
 
-// A copy of what a launch needs from the step, which another thread may end meanwhile.
+// A copy of what a launch needs from the step: it is read under the lock, and the hook, which is
+// called without it, may end the step.
 struct BucketPipeline::Launch {
   Bucket* bucket;
   std::shared_ptr<Hook> hook;
@@ -592,6 +593,7 @@ void BucketPipeline::clear_step() noexcept {
 // Parameters that another rank used get a gradient here too; those that no rank used keep theirs.
 void BucketPipeline::finish_unused() {
   if (!options_.static_graph && unused_.uses_all()) {
+    with_peers(default_group(), describe_sharing, [&] { unused_.wait(); });
     unused_.forget_use();
     return;  // every average has been written
   }
@@ -620,7 +622,7 @@ void BucketPipeline::abort() noexcept {
     return;
   }
   const bool is_drained_elsewhere = phase_ == Phase::Draining && !turn_.is_open();
-  phase_ = Phase::Aborted;
+  phase_ = Phase::Failed;
   tracker_.expect_local();  // the rest of the backward that has failed
   turn_.changed.notify_all();
   if (is_drained_elsewhere) {
@@ -629,9 +631,9 @@ void BucketPipeline::abort() noexcept {
     hold.end();
   }
   lock.wait(turn_.changed, [&] {
-    return phase_ != Phase::Aborted || (turn_.is_open() && !turn_.has_helpers());
+    return phase_ != Phase::Failed || (turn_.is_open() && !turn_.has_helpers());
   });
-  if (phase_ != Phase::Aborted) {
+  if (phase_ != Phase::Failed) {
     return;  // another thread has cleared the step
   }
   hold.take();

@@ -32,7 +32,21 @@ namespace {
 // Calls a function when a gradient reaches an output.
 class OutputHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit OutputHook(std::function<void()> function) : function_(std::move(function)) {}
+  OutputHook(const Reducer* owner, std::function<void()> function)
+      : owner_(owner), function_(std::move(function)) {}
+
+  // Adds it to `node`, in place of the owner's former one: modules may return one output again and
+  // again, whose node would collect hooks.
+  static void set(
+      torch::autograd::Node& node, const Reducer* owner, std::function<void()> function) {
+    for (const auto& hook : node.pre_hooks()) {
+      if (auto* own = dynamic_cast<OutputHook*>(hook.get()); own && own->owner_ == owner) {
+        own->function_ = std::move(function);
+        return;
+      }
+    }
+    node.add_pre_hook(std::make_unique<OutputHook>(owner, std::move(function)));
+  }
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
@@ -44,6 +58,7 @@ class OutputHook : public torch::autograd::FunctionPreHook {
   }
 
  private:
+  const Reducer* owner_;
   std::function<void()> function_;
 };
 
@@ -239,11 +254,11 @@ void Reducer::begin_step(const std::vector<at::Tensor>& outputs, double scale) {
   for (const auto& output : outputs) {
     const auto& node = output.grad_fn();
     if (node && std::exchange(last, node.get()) != node.get()) {
-      node->add_pre_hook(std::make_unique<OutputHook>([weak = weak_from_this(), announcement] {
+      OutputHook::set(*node, this, [weak = weak_from_this(), announcement] {
         if (auto reducer = weak.lock()) {
           reducer->in_backward([&] { reducer->on_backward_start(announcement); });
         }
-      }));
+      });
     }
   }
 }

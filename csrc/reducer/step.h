@@ -18,7 +18,7 @@ namespace commhooks {
 //                          |    | begin_step()       |
 //                          |____|                    |
 //                          |                         |
-//                          |________ abort() ________|___> Aborted ---> Idle
+//                          |________ abort() ________|___> Failed ----> Idle
 //
 //   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
 //   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
@@ -27,7 +27,7 @@ namespace commhooks {
 //   Draining    the hook has all buckets. The thread that ran backward (or, with manual
 //               finalization, calls finalize_backward()) waits for the results in bucket order,
 //               and writes them back.
-//   Aborted     the step has failed. A thread waits until hooks have finished with the buckets.
+//   Failed      the step has failed. A thread waits until hooks have finished with the buckets.
 //
 // The names are those of BucketPipeline. Every exception leads through abort() to Idle, so that the
 // next forward starts clean.
@@ -39,7 +39,7 @@ namespace commhooks {
 //   abort   at once, because something failed: what is in flight fails, and nobody uses it
 //   drain   finish what is in flight, and use it
 //   close   for good: nothing can begin after it
-enum class Phase { Idle, Collecting, Draining, Aborted };
+enum class Phase { Idle, Collecting, Draining, Failed };
 
 // The times of a step; the epoch of the clock means unknown.
 struct StepTimes {

@@ -55,10 +55,15 @@ void UnusedParameters::start_sharing(
   }
 }
 
-UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<size_t>& group_of) {
+void UnusedParameters::wait() {
   for (const auto& work : works_) {
     work->wait();
   }
+  works_.clear();
+}
+
+UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<size_t>& group_of) {
+  wait();
   std::vector<at::Tensor> maps;
   for (const at::Tensor& map : maps_) {
     maps.push_back(map.cpu());
@@ -69,7 +74,6 @@ UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<
     everywhere.used.push_back(number > 0);
     everywhere.gradients.push_back(number / 2);
   }
-  works_.clear();
   maps_.clear();
   return everywhere;
 }
@@ -108,7 +112,7 @@ void UnusedParameters::forget_use() {
     try {
       work->wait();
     } catch (const std::exception&) {
-      // The caller clears after a failure, and reports that.
+      // The step has failed for another reason, which the caller reports.
     }
   }
   works_.clear();

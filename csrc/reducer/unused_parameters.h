@@ -58,6 +58,9 @@ class UnusedParameters {
   void start_sharing(
       const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device);
 
+  // Waits until ranks have shared their use, and throws if a peer is lost.
+  void wait();
+
   // The result for each parameter, over the ranks that it is averaged over.
   struct Everywhere {
     std::vector<char> used;
@@ -81,7 +84,7 @@ class UnusedParameters {
 
   // Drops the copies and the averages of this step.
   void end_step();
-  // Forgets the use, and sharing that is under way.
+  // Forgets the use, and sharing that is under way, whose errors are dropped.
   void forget_use();
   // Forgets what `remember` has kept.
   void forget_graph() {

@@ -7,10 +7,9 @@
 #include <atomic>
 
 namespace commhooks {
-namespace {
 
 // In the order of InstructionSet.
-std::vector<std::string> find_instruction_sets() {
+std::vector<std::string> instruction_sets() {
 #ifdef COMMHOOKS_X86
   if (__builtin_cpu_supports("x86-64-v4")) {
     return {"plain", "avx2", "avx512"};
@@ -22,9 +21,11 @@ std::vector<std::string> find_instruction_sets() {
   return {"plain"};
 }
 
+namespace {
+
 std::atomic<InstructionSet>& chosen() {
   static std::atomic<InstructionSet> set(
-      static_cast<InstructionSet>(find_instruction_sets().size() - 1));
+      static_cast<InstructionSet>(instruction_sets().size() - 1));
   return set;
 }
 
@@ -34,12 +35,8 @@ InstructionSet instruction_set() {
   return chosen().load(std::memory_order_relaxed);
 }
 
-std::vector<std::string> instruction_sets() {
-  return find_instruction_sets();
-}
-
 void use_instruction_set(const std::string& name) {
-  const std::vector<std::string> names = find_instruction_sets();
+  const std::vector<std::string> names = instruction_sets();
   const auto found = std::find(names.begin(), names.end(), name);
   TORCH_CHECK(
       found != names.end(), "Expected an instruction set that this CPU supports, ",

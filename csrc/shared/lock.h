@@ -17,14 +17,15 @@ namespace commhooks {
 // Destroying a tensor may take the GIL, because a tensor that Python has seen owns a Python object.
 // If a thread does so under a lock that the thread with the GIL waits for, both wait forever. And
 // what Python then runs, such as a `__del__`, may ask for the lock that its own thread holds.
-// Two rules hold for every mutex of ours. Each one alone prevents the first case:
+// Two rules hold for every Lock. Each one alone prevents the first case:
 //   1. Under a lock nothing is destroyed that may own a tensor, a Python object or a process group,
 //      and nothing is called that may call Python, such as methods of process groups. What remains
 //      is bookkeeping: numbers, and pointers that are copied or swapped. Former values leave the
 //      lock through `Lock::replace` before they are destroyed.
 //   2. No lock is waited for with the GIL held: bindings of functions that lock release the GIL.
 // Nothing slow, and nothing that calls Python, runs under a lock: see Note [The turn] in
-// reducer/turn.h.
+// reducer/turn.h. A HostGroup alone computes under its lock, and a JoinedWork waits for peers under
+// a mutex of its own, both without the GIL.
 class Lock {
  public:
   explicit Lock(std::mutex& mutex) : lock_(mutex, std::defer_lock) {

@@ -60,14 +60,14 @@ void pack(
   uint64_t word = 0;
   int64_t at = 0;
   BitWriter low(packed + high_words * sizeof(word), code.low_bits);
-  for (int64_t rank = 0; rank < count; ++rank) {
-    const auto position = static_cast<int64_t>(code.position(indices[rank], rank));
+  for (int64_t ordinal = 0; ordinal < count; ++ordinal) {
+    const auto position = static_cast<int64_t>(code.position(indices[ordinal], ordinal));
     for (; at < position / kWordBits; ++at) {
       store(packed, at, word);
       word = 0;
     }
     word |= uint64_t{1} << (position % kWordBits);
-    low.put(code.low(indices[rank]));
+    low.put(code.low(indices[ordinal]));
   }
   for (; at < high_words; ++at) {
     store(packed, at, word);
@@ -85,23 +85,23 @@ bool unpack(
     int64_t numel,
     int32_t* indices) {
   const uint8_t* const low = packed + high_words * sizeof(uint64_t);
-  int64_t rank = 0;
+  int64_t ordinal = 0;
   int64_t previous = -1;
   bool ascends = true;
   for (int64_t at = 0; at < high_words; ++at) {
     for (uint64_t bits = codecs::load_word(packed, at); bits != 0; bits &= bits - 1) {
-      if (rank == count) {
+      if (ordinal == count) {
         return false;
       }
       const int64_t position = at * kWordBits + std::countr_zero(bits);
       const auto index = static_cast<int64_t>(
-          code.index(position, rank, codecs::read_field(low, code.low_bits, rank)));
+          code.index(position, ordinal, codecs::read_field(low, code.low_bits, ordinal)));
       ascends &= index > previous;
       previous = index;
-      indices[rank++] = static_cast<int32_t>(index);
+      indices[ordinal++] = static_cast<int32_t>(index);
     }
   }
-  return ascends && rank == count && previous < numel;
+  return ascends && ordinal == count && previous < numel;
 }
 
 // Looks at the first and the last of ascending indices.
@@ -119,10 +119,10 @@ void pack_indices(
     const at::Tensor& indices,
     int64_t high_bits,
     int64_t low_bits,
-    bool adds_rank,
+    bool adds_ordinal,
     at::Tensor& packed) {
-  const IndexCode code{static_cast<int>(low_bits), adds_rank};
-  check_range(indices, (high_bits - (adds_rank ? indices.numel() - 1 : 0)) << low_bits);
+  const IndexCode code{static_cast<int>(low_bits), adds_ordinal};
+  check_range(indices, (high_bits - (adds_ordinal ? indices.numel() - 1 : 0)) << low_bits);
   pack(
       indices.const_data_ptr<int32_t>(), indices.numel(), code, words_of(high_bits),
       packed.mutable_data_ptr<uint8_t>());
@@ -132,10 +132,10 @@ void unpack_indices(
     const at::Tensor& packed,
     int64_t high_bits,
     int64_t low_bits,
-    bool adds_rank,
+    bool adds_ordinal,
     int64_t numel,
     at::Tensor& indices) {
-  const IndexCode code{static_cast<int>(low_bits), adds_rank};
+  const IndexCode code{static_cast<int>(low_bits), adds_ordinal};
   TORCH_CHECK(
       unpack(
           packed.const_data_ptr<uint8_t>(), indices.numel(), code, words_of(high_bits), numel,

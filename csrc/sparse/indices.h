@@ -12,7 +12,7 @@ void pack_indices(
     const at::Tensor& indices,
     int64_t high_bits,
     int64_t low_bits,
-    bool adds_rank,
+    bool adds_ordinal,
     at::Tensor& packed);
 
 // Reads `packed` into all of `indices`. Throws unless they are ascending and below `numel`.
@@ -20,7 +20,7 @@ void unpack_indices(
     const at::Tensor& packed,
     int64_t high_bits,
     int64_t low_bits,
-    bool adds_rank,
+    bool adds_ordinal,
     int64_t numel,
     at::Tensor& indices);
 

@@ -128,10 +128,10 @@ class Marks {
   std::vector<int64_t> ends_;  // marks up to the end of each chunk
 };
 
-// Returns the `rank`-th largest, from 1, of the keys `key_at(0)` to `key_at(count - 1)`. Finds its
+// Returns the k-th largest, from 1, of the keys `key_at(0)` to `key_at(count - 1)`. Finds its
 // digits from the highest one on; each pass reads the keys that have the digits found so far.
 template <typename KeyAt>
-auto kth_largest(int64_t count, int64_t rank, const KeyAt& key_at) {
+auto kth_largest(int64_t count, int64_t k, const KeyAt& key_at) {
   using K = decltype(key_at(0));
   K found = 0;
   for (int shift = std::numeric_limits<K>::digits; shift > 0;) {
@@ -145,8 +145,8 @@ auto kth_largest(int64_t count, int64_t rank, const KeyAt& key_at) {
       }
     }
     K digit = (K{1} << width) - 1;
-    while (rank > histogram[digit]) {
-      rank -= histogram[digit--];
+    while (k > histogram[digit]) {
+      k -= histogram[digit--];
     }
     found |= digit << shift;
   }

@@ -1,5 +1,6 @@
 """Registering hooks, replacing and removing them; on our wrapper and torch's."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -411,6 +412,50 @@ def register_twice(rank: int, size: int, torch_ddp: bool) -> None:
     model.register_comm_hook(None, torch_hook)
     with pytest.raises(commhooks.CommHookError, match=r"register_comm_hook\(\)"):
         commhooks.register(model, "allreduce")
+
+
+def register_both(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
+    handle = commhooks.register(model, "int8")
+    with pytest.raises(RuntimeError):
+        model.register_comm_hook(None, torch_hook)
+    backward(model, rank)
+    assert handle.stats().steps == 1
+    if torch_ddp:
+        return
+    handle.remove()
+    model.register_comm_hook(None, torch_hook)
+    with pytest.raises(commhooks.CommHookError, match=r"register_comm_hook\(\)"):
+        commhooks.register(model, "allreduce")
+
+
+@both_wrappers
+def test_neither_way_of_registering_replaces_the_other(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(register_both, 1, torch_ddp)
+
+
+def use_again(rank: int, size: int) -> None:
+    """The state of a hook is of the parameters that it has seen, not of others with their names."""
+    hook = commhooks.create("int4")
+    model = make_model(False)
+    handle = commhooks.register(model, hook)
+    backward(model, rank)
+    handle.remove()
+    commhooks.register(model, hook).remove()  # they are the same ones
+    other = make_model(False)
+    with pytest.raises(commhooks.CommHookError, match="is or was in use on another model"):
+        commhooks.register(other, hook)
+    del model, handle
+    gc.collect()
+    with pytest.raises(commhooks.CommHookError, match="is or was in use on another model"):
+        commhooks.register(other, hook)
+    commhooks.register(other, copy.deepcopy(hook)).remove()
+    hook.load_state_dict({})
+    commhooks.register(other, hook)
+
+
+def test_a_hook_with_state_is_not_used_on_another_model(run_ranks: Any) -> None:
+    run_ranks(use_again, 2)
 
 
 def torch_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -319,3 +319,8 @@ def drop(rank: int, size: int) -> None:
 
 def test_dropped_models_are_freed(run_ranks: Any) -> None:
     run_ranks(drop, 2)
+
+
+def test_options_beside_a_hook_are_an_error() -> None:
+    with pytest.raises(commhooks.CommHookError, match=r"options already.*\['block_size'\]"):
+        CommHookState(commhooks.create("int8"), module=make_net(), block_size=64)

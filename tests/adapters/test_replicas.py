@@ -136,6 +136,30 @@ def equal_for_long(rank: int, world_size: int) -> list[int]:
     return [call.args[2] for call in compared.call_args_list]
 
 
+def go_back(rank: int, world_size: int) -> str:
+    """Load the state of an early step, after which the models differ."""
+    net = make_net()
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    handle = commhooks.register(model, "int8")
+    check_replicas(model, every=10)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    train(model, optimizer, rank, 3)
+    saved = handle.state_dict()
+    train(model, optimizer, rank, 60)
+    handle.load_state_dict(saved)
+    train(model, optimizer, rank, 1)
+    if rank == 1:
+        net[2].weight.data += 1.0  # more than rounding in later steps can take back
+    with pytest.raises(CommHookMismatchError) as raised:
+        train(model, optimizer, rank, 12)
+    return str(raised.value)
+
+
+def test_models_are_compared_after_the_state_of_an_earlier_step_was_loaded() -> None:
+    for text in run_ranks(go_back, 2):
+        assert "differ before step 13, and were equal before step 3. " in text
+
+
 def copy_while_comparing(rank: int, world_size: int) -> list[int]:
     """A copy of the model knows nothing of the comparison that is under way."""
     model = DistributedDataParallel(make_net(), find_unused_parameters=True)

@@ -70,6 +70,26 @@ def test_written_and_read_back(run_ranks: Any, tmp_path: Path) -> None:
                 assert b"exceeds 1e-09; use allreduce" in text
 
 
+def test_notes_of_steps_that_are_repeated() -> None:
+    """After an earlier state was loaded, a new note may have a smaller step than former ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from commhooks.integrations.tensorboard import _write_notes
+
+    class Writer:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def add_text(self, _tag: str, text: str, _step: int) -> None:
+            self.texts.append(text)
+
+    hook, writer = commhooks.create("guard", inner="int4", max_error=0.1), Writer()
+    for notes in ([(3, "a"), (5, "b")], [(3, "a"), (5, "b"), (4, "c")]):
+        hook._notes = notes  # type: ignore[attr-defined]
+        _write_notes(writer, hook, "prefix")  # type: ignore[arg-type]
+    assert writer.texts == ["a", "b", "c"]
+
+
 def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

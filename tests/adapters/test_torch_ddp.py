@@ -101,6 +101,24 @@ def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
         assert [is_last for *_, is_last, _ in last].count(True) >= 1
 
 
+def freeze_before_registering(rank: int, size: int) -> None:
+    net = Net(twice=False)
+    model = TorchDistributedDataParallel(net, find_unused_parameters=True)
+    net.first.requires_grad_(False)
+    commhooks.register(model, "topk", warmup_steps=0)
+    with pytest.raises(commhooks.CommHookError, match="when the hook was registered, found others"):
+        model(torch.ones(3, 6)).sum().backward()
+    other = TorchDistributedDataParallel(Net(twice=False))
+    other.module.requires_grad_(False)
+    with pytest.raises(commhooks.CommHookError, match="a model with parameters to average"):
+        commhooks.register(other, "int8")
+
+
+def test_parameters_that_were_frozen_after_wrapping(run_ranks: Any) -> None:
+    """All of them had one name, the empty one."""
+    run_ranks(freeze_before_registering, 2)
+
+
 def train_unevenly(rank: int, size: int, hook: Any, mode: dict[str, bool]) -> list[Tensor]:
     """Return the parameters after two batches on rank 0 and five on rank 1."""
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Traces of steps: the format, the order of events, and what goes wrong."""
 
+import copy
 import itertools
 import json
 import time
@@ -75,7 +76,7 @@ def traced(
         # Host memory has no thread, which would note the end of an average within backward.
         else commhooks.DistributedDataParallel(net, bucket_cap_mb=0.0001, host_memory=False)
     )
-    handle = commhooks.register(model, HOOKS[hook])
+    handle = commhooks.register(model, copy.deepcopy(HOOKS[hook]))
     inputs = torch.ones(4, 8) * (rank + 1)
     for _ in range(2):  # buckets are rebuilt before the second
         model(inputs).sum().backward()

@@ -9,7 +9,7 @@ from support.inner_hooks import Recorder
 import commhooks
 from commhooks.algorithms import Cast
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.testing.compare import layout_of, same_bits
+from commhooks.testing.compare import same_bits, tensor_layout
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
 
@@ -21,7 +21,7 @@ def test_a_cast_bucket_keeps_layouts() -> None:
     cast = bucket_with(bucket, flat.double())
     assert (cast.key, cast.index(), cast.is_last(), cast.step) == (bucket.key, 1, True, 7)
     for found, expected in zip(cast.gradients(), bucket.gradients(), strict=True):
-        assert layout_of(found)[1:] == layout_of(expected)[1:]
+        assert tensor_layout(found)[1:] == tensor_layout(expected)[1:]
         assert torch.equal(found, expected.double())
     assert not bucket_with(
         GradBucket(flat, list(parameters.values()), list(parameters), is_last=False), flat

@@ -2,6 +2,7 @@
 
 import logging
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Guard
+from commhooks.algorithms.wrappers import guard
+from commhooks.algorithms.wrappers.trial import draw_sample
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -128,6 +131,26 @@ def never_return(rank: int, size: int) -> None:
 
 def test_without_a_cooldown_it_stays(run_ranks: Any) -> None:
     run_ranks(never_return, 2)
+
+
+def sample_all(rank: int, size: int) -> None:
+    """Two buckets of two parameters, each as large as a sample."""
+    parameters = {name: torch.zeros(40, 30) for name in "abcd"}
+    trainer = Trainer(Guard("int8", max_error=0.5, every=1), parameters, bucket_cap_mb=0.009)  # type: ignore[arg-type]
+    with (
+        patch.object(guard, "_MOST_SAMPLE", 1200),
+        patch.object(guard, "draw_sample", side_effect=draw_sample) as draw,
+    ):
+        for step in range(9):
+            trainer.step(draw_gradients(parameters, rank, step))
+    buckets = {tuple(call.args[0].names) for call in draw.call_args_list[4:]}
+    assert sorted(map(len, buckets)) == [2, 2]
+    turns = [(call.args[0].names, call.kwargs["turn"]) for call in draw.call_args_list[4:8]]
+    assert {names[turn % 2] for names, turn in turns} == {*"abcd"}
+
+
+def test_every_parameter_has_its_turn(run_ranks: Any) -> None:
+    run_ranks(sample_all, 2)
 
 
 @pytest.mark.parametrize("option", ["inner", "fallback"])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Route
+from commhooks.hook.base import ModelInfo, prepare_all
 from commhooks.hook.derived_bucket import BucketPart
-from commhooks.hook.roles import prepare
 from commhooks.testing.compare import differences, mean_over_ranks, same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
@@ -114,7 +114,7 @@ def test_rules_for_roles(rules: Any, positions: tuple[int, ...]) -> None:
     parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
     parameters |= {"matrix": torch.zeros(2, 2), "scale": torch.zeros(())}
     group: Any = None
-    prepare(hook, parameters, group, ROLES)  # type: ignore[arg-type]
+    prepare_all(hook, parameters, group, ModelInfo(ROLES))  # type: ignore[arg-type]
     names = ("tokens", "head", "head_bias", "matrix", "scale")
     assert tuple(hook.bucket_key(name)[0] for name in names) == positions
 
@@ -122,10 +122,10 @@ def test_rules_for_roles(rules: Any, positions: tuple[int, ...]) -> None:
 def test_roles_that_the_model_has_not() -> None:
     hook = commhooks.create("route", rules=BY_ROLE, default="int8")
     group: Any = None
-    prepare(hook, {"matrix": torch.zeros(2, 2)}, group, {})
+    prepare_all(hook, {"matrix": torch.zeros(2, 2)}, group, ModelInfo({}))
     assert hook.bucket_key("matrix") == (3, ())
     with pytest.raises(commhooks.CommHookError, match="'@embedding' needs the modules"):
-        prepare(hook, {"matrix": torch.zeros(2, 2)}, group, None)
+        prepare_all(hook, {"matrix": torch.zeros(2, 2)}, group)
 
 
 # ------------------------------------------------------------------------------- parts of buckets

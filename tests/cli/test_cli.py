@@ -79,6 +79,13 @@ def test_an_unknown_hook_is_one_line() -> None:
     assert text.startswith("Error: no hook is named 'powersg'; did you mean 'powersgd'?")
 
 
+def test_describe_takes_a_name_without_options() -> None:
+    text = run("describe", "powersgd:rank=4", status=1)
+    assert text == (
+        "Error: expected a name without options, found 'powersgd:rank=4'; use 'powersgd'\n"
+    )
+
+
 def test_an_unknown_command_gets_a_suggestion() -> None:
     assert "Error: no command is named 'compar'; did you mean 'compare'?" in run("compar", status=2)
     assert "Error: no command is named 'x'; see --help" in run("x", status=2)
@@ -115,10 +122,18 @@ def test_doctor_finds_this_machine_sound() -> None:
 
 def test_doctor_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "11.8")
-    monkeypatch.setattr("commhooks.lab.doctor._cupy_packages", lambda: {"cupy-cuda12x": "13.0"})
+
+    def require(_device: torch.device) -> None:
+        raise commhooks.CommHookError(
+            "CuPy 13.0 is for CUDA 12, torch for CUDA 11.8: "
+            "pip uninstall cupy-cuda12x, then pip install 'commhooks[cuda11]'"
+        )
+
+    monkeypatch.setattr("commhooks.kernels.require", require)
+    monkeypatch.setattr("commhooks.lab.doctor.find_spec", lambda _: True)
     monkeypatch.setenv("COLUMNS", "40")  # a narrow terminal does not split commands
     text = run("doctor", status=1)
-    assert "cupy-cuda12x 13.0 is for CUDA 12, torch for CUDA 11.8\n" in text
+    assert "CuPy 13.0 is for CUDA 12, torch for CUDA 11.8\n" in text
     assert "pip uninstall cupy-cuda12x, then pip install 'commhooks[cuda11]'\n" in text
 
 
@@ -286,6 +301,19 @@ def _not_ignoring_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_not_ignoring_interrupts")
+@pytest.mark.parametrize("command", ["list", "compare"])
+def test_an_interrupt_before_anything_is_measured_ends_with_130(
+    command: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "interrupted_script.py"
+    script.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    options = {"list": ["--import", str(script)]}.get(
+        command, ["--model", f"{script}:net", "--hooks", "bf16"]
+    )
+    assert "Aborted!" in run(command, *options, status=130)
 
 
 @pytest.mark.exhaustive  # tests/cluster has links after an interrupt, and ranks of a killed parent

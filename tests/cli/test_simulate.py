@@ -200,6 +200,26 @@ def test_files_that_do_not_fit(kept: Path, tmp_path: Path) -> None:
     assert "expected a name that ends with one of" in text
 
 
+def test_what_a_file_lacks_is_not_measured_on_another_machine(kept: Path, tmp_path: Path) -> None:
+    data = json.loads(kept.read_text())
+    data["machine"]["cpu"] = "of another machine"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(data))
+    arguments = ("--world-size", "4096", "--measurements", str(other))
+    assert "int8" in run(*BASIC, "--hook", "int8", *arguments)
+    text = run(*BASIC, "--hook", "int4", *arguments, status=1)
+    assert "lacks int4 for 4096 ranks; expected the machine that it was measured on" in text
+    assert json.loads(other.read_text()) == data
+
+
+def test_a_model_with_unused_parameters() -> None:
+    arguments = ("--model", "support.small_models:partly", "--link", "1gbit", "--world-size", "4")
+    text = run(*arguments, "--hook", "bf16", status=1)
+    assert "pass find_unused_parameters=True" in text
+    assert "Traceback" not in text
+    assert "bf16" in run(*arguments, "--hook", "bf16", "--find-unused-parameters")
+
+
 def test_a_hook_that_does_not_work_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int8, "backends", ("gloo",))
     options = ("--hook", "int8", "--world-size", "4", "--backend", "nccl")

@@ -149,8 +149,8 @@ def test_selection(implementation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.endswith(" indices")])
 def test_index_code(implementation: str, name: str) -> None:
-    numel, count, low_bits, adds_rank = map(int, name.split("/")[1].split()[:4])
-    code = IndexCode(numel, count, low_bits, bool(adds_rank))
+    numel, count, low_bits, adds_ordinal = map(int, name.split("/")[1].split()[:4])
+    code = IndexCode(numel, count, low_bits, bool(adds_ordinal))
     indices, packed = golden(name), golden(name.removesuffix(" indices"))
     vector = SparseVector(indices, torch.ones(count), numel)
     assert torch.equal(write_message(vector, code)[: code.nbytes], packed)

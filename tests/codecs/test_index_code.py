@@ -26,7 +26,7 @@ def words(bits: int) -> int:
 def written(code: IndexCode, indices: list[int]) -> bytes:
     """Pack as Note [Index code] says, with one integer each for the bitmap and the low bits."""
     size = 1 << code.low_bits
-    bits = [index // size + rank * code.adds_rank for rank, index in enumerate(indices)]
+    bits = [index // size + rank * code.adds_ordinal for rank, index in enumerate(indices)]
     assert len(set(bits)) == len(indices)
     high = sum(1 << bit for bit in bits)
     low = sum((index % size) << (rank * code.low_bits) for rank, index in enumerate(indices))

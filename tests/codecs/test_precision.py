@@ -37,7 +37,7 @@ def test_scaled_cast_rounds_as_two_operations_of_torch_do(
 ) -> None:
     values = torch.randn(10_001, dtype=wide, generator=torch.Generator().manual_seed(1))
     values[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30])
-    for given in (values, values[::2]):
+    for given in (values, values[::2], torch._neg_view(values)):
         before = given.clone()
         found = scaled_cast(given, 1 / size, torch.empty_like(given, dtype=dtype))
         assert found.dtype == dtype

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 @dataclass
 class Config:
     max_ctas: int = -(2**31)
+    min_ctas: int = -(2**31)
 
 
 @dataclass
@@ -33,8 +34,13 @@ class Options:
 @pytest.mark.parametrize(("limit", "expected"), [(-(2**31), 8), (4, 4), (16, 8)])
 def test_options_of_new_groups(limit: int, expected: int) -> None:
     """After init_process_group(device_id=...), options of subgroups name a parent to split."""
-    found = _options_like(Options(30.0, True, object(), 3, "subgroup", Config(limit)))
-    assert found == Options(30.0, True, config=Config(expected))
+    found = _options_like(Options(30.0, True, object(), 3, "subgroup", Config(limit, 2)))
+    assert found == Options(30.0, True, config=Config(expected, 2))
+
+
+def test_least_resources_of_new_groups_are_not_above_the_most() -> None:
+    """NCCL would refuse to connect."""
+    assert _options_like(Options(config=Config(32, 16))).config == Config(8, 8)
 
 
 class FakeBackend:

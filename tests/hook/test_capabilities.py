@@ -12,8 +12,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.wrappers.table import check_candidate, residual_of
-from commhooks.hook.base import ModelInfo, tree
-from commhooks.hook.roles import prepare
+from commhooks.hook.base import ModelInfo, prepare_all, tree
 from commhooks.hook.state import StateField
 from commhooks.lab.comparison.entry import Entry
 from commhooks.state.entries import parts_of
@@ -45,6 +44,7 @@ FLAGS = (
     "checks_finite",
     "gets_each_once",
     "has_exchanges",
+    "is_adaptive",
     "skips_steps",
     "spreads_parameters",
     "tells_contribution",
@@ -140,7 +140,7 @@ def test_parameters_of_nested_hooks() -> None:
     inner = commhooks.create("route", rules=[["a", Divided()]], default=Plain())
     outer = Wrapper(inner)
     assert outer.nested_parameters(PARAMETERS) == {"inner": PARAMETERS}
-    prepare(outer, PARAMETERS, NO_GROUP, {})
+    prepare_all(outer, PARAMETERS, NO_GROUP)
     parts = {part.path: set(part.gradients) for part in parts_of({}, outer, PARAMETERS)}
     assert parts == {
         (): {"a", "b", "c"},
@@ -206,8 +206,9 @@ def test_knowledge_of_the_model() -> None:
     plain, theatre = Plain(), Theatre()
     assert plain.model_info == ModelInfo(None, None)
     for hook in (plain, theatre):
-        prepare(Wrapper(Wrapper(hook)), PARAMETERS, NO_GROUP, {"a": "output"}, [["a"], ["b", "c"]])
-        assert hook.model_info == ModelInfo({"a": "output"}, [["a"], ["b", "c"]])
+        info = ModelInfo({"a": "output"}, [["a"], ["b", "c"]])
+        prepare_all(Wrapper(Wrapper(hook)), PARAMETERS, NO_GROUP, info)
+        assert hook.model_info == info
     assert plain == Plain()
     assert (theatre.roles, theatre.units) == ("Hamlet", "Globe")
 

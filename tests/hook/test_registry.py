@@ -103,7 +103,10 @@ def test_unknown_name_lists_all_and_the_nearest() -> None:
 
 
 def test_a_spec_of_the_command_line_is_no_name() -> None:
-    remedy = r"options are arguments: create\('powersgd', rank=\.\.\., seed=\.\.\.\)"
+    remedy = (
+        "^expected the name of a hook, found 'powersgd:rank=4,seed=1'; options are arguments: "
+        r"create\('powersgd', rank=\.\.\., seed=\.\.\.\)"
+    )
     with pytest.raises(commhooks.UnknownHookError, match=remedy):
         commhooks.create("powersgd:rank=4,seed=1")
 

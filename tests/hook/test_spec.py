@@ -10,6 +10,7 @@ from support import my_hooks
 
 import commhooks
 from commhooks import CommHookError, CommHookOptionError, UnknownHookError
+from commhooks.algorithms import Guard
 from commhooks.hook.spec import HookLike, hook_spec, parse_hook_specs, split_hook_specs
 
 
@@ -151,6 +152,8 @@ def test_a_class_that_other_processes_cannot_find() -> None:
         hook_spec(Local())
     with pytest.raises(CommHookOptionError, match=r"expected a hook: a text .*found 3"):
         hook_spec(3)  # type: ignore[arg-type]
+    with pytest.raises(CommHookOptionError, match="hook 'guard' needs the option 'inner'"):
+        hook_spec(Guard)
     with pytest.raises(CommHookError, match="expected a subclass of CommHook"):
         hook_spec("support.my_hooks:dataclass")
 

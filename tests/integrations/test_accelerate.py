@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType
 from support import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -205,6 +206,8 @@ def misuse(rank: int, size: int) -> None:
         prepare(accelerator, make_net(), "int8" if rank else "int4")
     with pytest.raises(commhooks.CommHookError, match="DistributedDataParallel around"):
         prepare(accelerator, commhooks.DistributedDataParallel(make_net()), "int8")
+    with pytest.raises(commhooks.CommHookError, match="expected no comm_hook in ddp_options"):
+        CommHookKwargs("int8", ddp_options={"comm_hook": DDPCommunicationHookType.FP16})
     with pytest.raises(ValueError, match="only pass one"):
         Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs("int8"), CommHookKwargs("int8")])
 

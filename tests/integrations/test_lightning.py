@@ -212,6 +212,14 @@ def resumes(rank: int, size: int, folder: str) -> None:
         _, found = run(2, by_callback=by_callback, path=f"{folder}/{source}.ckpt")
         assert same_bits(found, unbroken), (source, by_callback)
 
+    # What only evaluates a checkpoint leaves nothing to a training that begins after it.
+    callback = CommHookCallback("int4")
+    trainer = make_trainer("commhooks", folder, callbacks=[callback], max_epochs=1)
+    trainer.validate(make_module(), loader(rank), ckpt_path=f"{folder}/callback.ckpt")
+    trainer.fit(make_module(), loader(rank))
+    assert callback.handle is not None
+    assert callback.handle.state_dict()["step"] == STEPS
+
 
 def function_keeps_its_state(rank: int, size: int, folder: str) -> None:
     """A checkpoint that nobody asked to have the state of a hook does not fail without one."""

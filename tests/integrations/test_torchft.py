@@ -215,3 +215,11 @@ def test_sparse_gradients_are_refused() -> None:
     manager: Any = None  # is not asked
     with pytest.raises(commhooks.CommHookError, match=r"of 0\.weight are sparse"):
         DistributedDataParallel(manager, ProcessGroupGloo(), net, "int8")
+
+
+def test_options_beside_a_hook_are_an_error() -> None:
+    manager: Any = None  # is not asked
+    hook = commhooks.create("local_sgd")
+    for use in (DistributedDataParallel, register):
+        with pytest.raises(commhooks.CommHookError, match=r"options already.*\['period'\]"):
+            use(manager, ProcessGroupGloo(), make_net(), hook, period=4)

@@ -145,5 +145,6 @@ def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
 
     older = SimpleNamespace(getVersion=lambda: (12, 9))
     monkeypatch.setattr(loader, "nvrtc", lambda: older)
+    monkeypatch.setattr(loader, "packages_distributions", lambda: {"cupy": ["cupy-cuda12x"]})
     with pytest.raises(CommHookError, match=r"for CUDA 13, .*uninstall cupy-cuda12x.*\[cuda13\]"):
         hook.prepare(parameters, None)

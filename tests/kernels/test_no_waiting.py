@@ -17,7 +17,7 @@ from torch import nn
 
 import commhooks
 from commhooks import algorithms
-from commhooks.hook.roles import prepare
+from commhooks.hook.base import prepare_all
 from commhooks.lab.simulation.dry_run import fake_group
 from commhooks.testing.probe import draw_gradients, probe_parameters
 from reducer import GradBucket
@@ -81,7 +81,7 @@ def take_steps(
         for _ in hooks
     ]
     for hook, parameters in zip(hooks, models, strict=True):
-        prepare(hook, parameters, fake_group(SIZE), None)
+        prepare_all(hook, parameters, fake_group(SIZE))
     for step in range(8):
         buckets = [bucket_of(rank, step, model) for rank, model in enumerate(models)]
         with no_waiting() if step >= 4 else nullcontext():
@@ -136,7 +136,7 @@ def test_auto_reads_in_a_later_step_what_it_measures() -> None:
         hooks: list[Any] = []
         for rank in range(SIZE):
             hooks.append(commhooks.create("auto", error=9.0, candidates=candidates))
-            prepare(hooks[rank], parameters, Group(rank, SIZE), None)
+            prepare_all(hooks[rank], parameters, Group(rank, SIZE))
             note_launches(hooks[rank])
         for step in range(40):
             if step == 24:

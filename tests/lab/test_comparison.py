@@ -20,6 +20,7 @@ from support import my_hooks
 from support.compared import PARAMETERS, net, train
 from support.comparisons import make_comparison
 from support.my_hooks import Coarse, Unnamed
+from support.small_models import partly
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -36,9 +37,9 @@ from commhooks.lab.comparison import (
     compare,
 )
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import timing_tasks
+from commhooks.lab.comparison.experiment import Setting, timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.rank_side import ComparedModel, TrainingError
+from commhooks.lab.comparison.rank_side import Block, ComparedModel, StepTimes, TrainingError
 from commhooks.lab.machine import LimitError, ModelSize, check_limits
 from commhooks.lab.models import ModelError, Workload
 from commhooks.lab.simulation import BreakEvenRates, Study
@@ -81,6 +82,8 @@ def test_bytes(comparison: Comparison) -> None:
         assert row.gradient_bytes == GRADIENT_BYTES
         assert row.wire_bytes == plain / ratio
         assert row.ratio == ratio
+    # One of the four steps averages the parameters.
+    assert comparison.row("local_sgd:period=4").wire_bytes == plain / 4
     # It compresses, because it is late in training: rank-2 factors of both matrices, and biases.
     assert comparison.row("powersgd:rank=2").wire_bytes == 4 * (2 * 2 * (96 + 96) + 2 * 96)
 
@@ -121,6 +124,40 @@ def test_times_are_consistent(comparison: Comparison) -> None:
         assert row.predicted_seconds in (None, row.step_seconds)
         assert row.step_seconds >= loopback.step_seconds
         assert (row.break_even_bits_per_second is None) == (row.hook in ("bare", "torch"))
+
+
+def test_steps_that_send_unequal_bytes_count_by_their_mean() -> None:
+    """A median would ignore the one step in which such a hook sends."""
+    uniform, periodic, alone = (1.0, 1.0, 1.0, 5.0), (1.0, 1.0, 1.0, 9.0), (0.5, 0.5, 0.5, 4.5)
+    setting = Setting("loopback")
+    for name, seconds, is_uniform in (
+        ("bare", alone, True),
+        ("int8", uniform, True),
+        ("local_sgd", periodic, False),
+    ):
+        times = tuple(StepTimes(each, each / 2) for each in seconds)
+        setting.blocks[name] = [Block(times, 8.0, None, is_uniform)] * 2
+    found = {name: setting.figures(name) for name in setting.blocks}
+    assert found["int8"] is not None
+    assert found["int8"].step_seconds == 1.0
+    assert found["int8"].exposed_seconds == 0.5
+    periodically = found["local_sgd"]
+    assert periodically is not None
+    assert periodically.step_seconds == 3.0
+    assert periodically.backward_seconds == 1.5
+    assert periodically.exposed_seconds == 2.5
+
+
+def time_blocks(rank: int, size: int) -> list[Block]:
+    side = ComparedModel(rank, Workload("support.compared:net"))
+    return [side.time_block(Entry.of(hook), 0, 4) for hook in ("int8", "local_sgd:period=2")]
+
+
+def test_blocks_know_whether_their_steps_send_equal_bytes(run_ranks: Any) -> None:
+    for steady, periodic in run_ranks(time_blocks, 2):
+        assert steady.is_uniform
+        assert not periodic.is_uniform
+        assert periodic.wire_bytes == all_reduce_bytes(GRADIENT_BYTES, 2) / 2
 
 
 def test_memory(comparison: Comparison) -> None:
@@ -253,6 +290,19 @@ def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:
     assert "-1.0 ± 14.1 ms" in str(replace(found, rows=tuple(rows)))
 
 
+def test_verdicts_of_negative_losses() -> None:
+    """Of densities, for example: -1 is worse than -2."""
+    found = make_comparison()
+    rows = []
+    for row in found.rows:
+        loss = -2.0 if row.hook == "torch" else -1.0
+        training = tuple(replace(point, validation_loss=loss) for point in row.training)
+        rows.append(replace(row, training=training))
+    text = replace(found, rows=tuple(rows)).verdicts()["100 Mbit/s"]
+    assert "No other hook helps: keep bf16" in text
+    assert "a validation loss of +50.0 % here" in text
+
+
 def test_a_missing_row_is_a_key_error(comparison: Comparison) -> None:
     with pytest.raises(KeyError, match="int8"):
         comparison.row("int8")
@@ -313,6 +363,22 @@ def test_a_link_that_is_named_twice_has_one_row() -> None:
     )
     rows = [(row.hook, row.link) for row in found.rows]
     assert len(rows) == len(set(rows))
+
+
+def test_links_of_one_name_cannot_be_told_apart() -> None:
+    with pytest.raises(ComparisonError, match="links of other rates, found 2 of 1 Gbit/s"):
+        compare("support.compared:net", ["bf16"], links=[1e9, 1.001e9], steps=2)
+
+
+def test_models_with_unused_parameters() -> None:
+    options: dict[str, Any] = {"steps": 2, "train": train_partly}
+    with pytest.raises(ComparisonError, match="find_unused_parameters"):
+        compare(partly, ["int8"], **options)
+    found = compare(
+        partly, ["int8"], train_steps=3, wrapper={"find_unused_parameters": True}, **options
+    )
+    assert not found.failures
+    assert found.row("int8").validation_loss is not None
 
 
 def compare_over_links_on_hosts(rank: int, size: int) -> None:
@@ -383,6 +449,12 @@ def _take_turns(rank: int) -> None:
         assert all(map(torch.equal, before, side.module.parameters()))
         # A wrapper that is still alive would average them.
         assert all(map(torch.equal, own, own_gradients()))
+
+
+def train_partly(model: nn.Module, rank: int, size: int) -> Iterator[Any]:
+    while True:
+        model(torch.ones(2, 64)).square().mean().backward()
+        yield lambda: 1.0
 
 
 class Complex(nn.Module):
@@ -652,7 +724,8 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"input": "support.compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
         ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
         ({"hooks": []}, ComparisonError, "at least one hook"),
-        ({"timeout": 0.0}, ComparisonError, "expected a time-out in seconds, found 0"),
+        ({"timeout": 0.0}, ComparisonError, "expected a time-out of at most 2000000 s, found 0"),
+        ({"timeout": math.inf}, ComparisonError, "found inf"),
         ({"steps": 0}, ComparisonError, "^steps: expected at least 1, found 0"),
         ({"train_steps": 0}, ComparisonError, "training steps: expected at least 1, found 0"),
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),

@@ -153,6 +153,8 @@ def test_hooks_that_need_no_kernels_are_not_refused(monkeypatch: pytest.MonkeyPa
         "auto:error=int4",
         'auto:error=0.1,candidates=["int8"]',
         "hierarchical:inner=int8,ranks_per_node=1",
+        "powersgd:error_dtype=bfloat16",
+        "error_feedback:error_dtype=bfloat16",
     ):
         with pytest.raises(CommHookError, match="need CuPy"):
             check_kernels([hook_spec(hook)], CUDA)

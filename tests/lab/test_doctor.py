@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.cluster.links import shaped_link, unavailable
+from commhooks.kernels import loader
 from commhooks.lab import doctor
 from commhooks.lab.doctor import Finding, Health
 from reducer.extension import REMEDY, Extension
@@ -23,13 +24,6 @@ from reducer.extension import REMEDY, Extension
 def find(part: str) -> Finding:
     """Check one part only."""
     return Finding(part, *doctor._checks()[part]())
-
-
-def with_cupy(monkeypatch: pytest.MonkeyPatch, cuda: str | None, **packages: str) -> Finding:
-    named = {name.replace("_", "-"): version for name, version in packages.items()}
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "_cupy_packages", lambda: named)
-    return find("CuPy")
 
 
 def test_python_and_torch_are_supported_here() -> None:
@@ -52,31 +46,47 @@ def test_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "packages", "health", "remedy"),
+    ("found", "packages", "health", "remedy"),
     [
-        (None, {}, Health.ABSENT, ""),
-        ("12.8", {}, Health.ABSENT, "pip install 'commhooks[cuda12]'"),
-        ("13.0", {"cupy_cuda13x": "14.0"}, Health.FINE, ""),
-        ("12.8", {"cupy": "14.0"}, Health.FINE, ""),  # built from source, for any CUDA
-        ("13.0", {"cupy_cuda12x": "13.4"}, Health.BROKEN, "pip install 'commhooks[cuda13]'"),
+        (None, [], Health.ABSENT, "pip install 'commhooks[cuda12]'"),
+        (12, ["cupy"], Health.FINE, ""),
         (
-            "12.8",
-            {"cupy_cuda12x": "13.4", "cupy_cuda13x": "14.0"},
+            13,
+            ["cupy-cuda12x", "cupy-cuda13x"],
             Health.BROKEN,
-            "pip uninstall cupy-cuda12x cupy-cuda13x",
+            "pip uninstall cupy-cuda12x cupy-cuda13x, then pip install 'commhooks[cuda12]'",
         ),
+        (None, ["cupy-cuda12x"], Health.BROKEN, "pip uninstall cupy-cuda12x, then"),
     ],
 )
-def test_cupy_against_torch(
+def test_cupy_against_a_torch_for_cuda_12(
     monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    packages: dict[str, Any],
+    found: int | None,
+    packages: list[str],
     health: Health,
     remedy: str,
 ) -> None:
-    finding = with_cupy(monkeypatch, cuda, **packages)
+    def nvrtc() -> Any:
+        if found is None:
+            raise ImportError("libnvrtc.so.12: cannot open shared object file")
+        return SimpleNamespace(getVersion=lambda: (found, 0))
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(loader, "nvrtc", nvrtc)
+    monkeypatch.setattr(loader, "packages_distributions", lambda: {"cupy": packages})
+    monkeypatch.setattr(doctor, "find_spec", lambda _: packages or None)
+    monkeypatch.setattr(doctor, "import_module", lambda _: SimpleNamespace(__version__="14.0"))
+    loader._check_cupy.cache_clear()
+    finding = find("CuPy")
+    loader._check_cupy.cache_clear()
     assert finding.health is health
-    assert remedy in finding.remedy
+    assert finding.remedy.startswith(remedy)
+    assert "cannot open" not in finding.remedy
+
+
+def test_a_torch_for_the_cpu_needs_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert find("CuPy") == Finding("CuPy", Health.ABSENT, "torch is built for CPU, so not needed")
 
 
 @pytest.mark.parametrize(
@@ -138,16 +148,12 @@ def test_several_interfaces_and_none_named(monkeypatch: pytest.MonkeyPatch) -> N
         for name, each in addresses.items()
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(speed=10_000)})
     monkeypatch.setattr(doctor, "_gloo_addresses", lambda: ["192.0.2.1"])
     finding = find("Gloo network")
     assert finding.health is Health.FINE
-    assert finding.found.startswith("eth0 (192.0.2.1")
-    assert "ib0 (198.51.100.1" in finding.remedy
-    down = SimpleNamespace(isup=False, speed=1000)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": down})
-    finding = find("Gloo network")
-    assert finding.health is Health.ABSENT
-    assert finding.found.startswith("eth0 (192.0.2.1, 1 Gbit/s, down)")
+    assert finding.found.startswith("eth0 (192.0.2.1, 10 Gbit/s), by the host name")
+    assert "ib0 (198.51.100.1)" in finding.remedy
 
 
 def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members, StepTrace
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.lab.simulation.dry_run import dry_run, fake_group
+from commhooks.lab.simulation.dry_run import DryRunner, fake_group
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from commhooks.testing.ranks import run_ranks
 from reducer import GradBucket
@@ -61,7 +61,7 @@ def sent(kinds: list[tuple[float, StepTrace]], nodes: int) -> float:
 @pytest.mark.parametrize("config", [*CONFIGS, SHARED], ids=lambda config: config["name"])
 def test_it_sends_the_bytes_of_the_formula(config, size):
     buckets, parameters = make_buckets()
-    kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP, is_timed=False)
+    kinds = DryRunner(config, buckets, parameters, first_step=STEP, device=None).trace(size)
     assert sum(share for share, _ in kinds) == pytest.approx(1.0)
     hook = commhooks.create(config)
     hook.prepare(parameters, fake_group(size))
@@ -113,10 +113,8 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     hook.prepare(trainer.parameters, fake_group(size))
     adapter.regroup(hook.bucket_key)
     trainer.step(draw_gradients(trainer.parameters, 1))
-    kinds = dry_run(
-        config, captured, trainer.parameters, size=size, first_step=STEP, is_timed=False
-    )
-    return sent(kinds, size)
+    runner = DryRunner(config, captured, trainer.parameters, first_step=STEP, device=None)
+    return sent(runner.trace(size), size)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_it_sends_the_bytes_of_real_ranks(size, names):
 def test_collectives_name_their_members_among_nodes(sharded):
     buckets, parameters = make_buckets()
     config = {"name": "hierarchical", "inner": "int8", "sharded": sharded}
-    (_, trace), *_ = dry_run(config, buckets, parameters, size=12, ranks_per_node=4, is_timed=False)
+    (_, trace), *_ = DryRunner(config, buckets, parameters, ranks_per_node=4, device=None).trace(12)
     found = [(c.operation, c.members) for c in trace.buckets[0].collectives]
     inside = Members(4, spans_nodes=False)
     between = Members(1, spans_nodes=True, parallel=4 if sharded else 1)
@@ -154,13 +152,13 @@ def test_auto_needs_a_plan():
     """It chooses by the times of its own collectives, which are none here."""
     buckets, parameters = make_buckets()
     with pytest.raises(CommHookError, match="commhooks plan"):
-        dry_run({"name": "auto"}, buckets, parameters, size=4, is_timed=False)
+        DryRunner({"name": "auto"}, buckets, parameters, device=None).trace(4)
 
 
 def test_a_periodic_hook_has_two_kinds_of_steps():
     buckets, parameters = make_buckets()
     config = {"name": "local_sgd", "period": 8}
-    kinds = dry_run(config, buckets, parameters, size=4, is_timed=False)
+    kinds = DryRunner(config, buckets, parameters, device=None).trace(4)
     assert sorted(share for share, _ in kinds) == pytest.approx([1 / 8, 7 / 8])
     (quiet,) = [trace for share, trace in kinds if share > 0.5]
     assert all(not bucket.collectives for bucket in quiet.buckets)
@@ -168,7 +166,7 @@ def test_a_periodic_hook_has_two_kinds_of_steps():
 
 def test_local_work_is_timed_before_between_and_after():
     buckets, parameters = make_buckets()
-    ((_, step),) = dry_run({"name": "int8"}, buckets, parameters, size=4)
+    ((_, step),) = DryRunner({"name": "int8"}, buckets, parameters).trace(4)
     for trace in step.buckets:
         assert len(trace.local_seconds) == len(trace.collectives) + 1 == 3
         assert all(seconds > 0 for seconds in trace.local_seconds)
@@ -191,7 +189,7 @@ class Solitary(commhooks.CommHook):
 def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
     monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Solitary())
     buckets, parameters = make_buckets()
-    kinds = dry_run({"name": "solitary"}, buckets, parameters, size=4, is_timed=False)
+    kinds = DryRunner({"name": "solitary"}, buckets, parameters, device=None).trace(4)
     assert all(not trace.collectives for _, step in kinds for trace in step.buckets)
 
 
@@ -204,7 +202,7 @@ EXCHANGES = [
 @pytest.mark.parametrize(("config", "delay"), EXCHANGES)
 def test_exchanges_send_the_bytes_of_the_formula_and_tell_their_delay(config, delay):
     buckets, parameters = make_buckets()
-    kinds = dry_run(config, buckets, parameters, size=4, first_step=STEP, is_timed=False)
+    kinds = DryRunner(config, buckets, parameters, first_step=STEP, device=None).trace(4)
     assert sum(share for share, _ in kinds) == pytest.approx(1)
     ((share, trace),) = [kind for kind in kinds if kind[1].buckets[0].exchanges]
     assert share == pytest.approx(1 / config["period"])
@@ -227,13 +225,12 @@ def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):
     monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Broken())
     buckets, parameters = make_buckets()
     with pytest.raises(CommHookError, match=r"cannot be simulated.*no GPU here"):
-        dry_run({"name": "broken"}, buckets, parameters, size=4)
+        DryRunner({"name": "broken"}, buckets, parameters).trace(4)
 
 
 def test_gradients_are_not_changed():
     buckets, parameters = make_buckets()
     before = [bucket.buffer().clone() for bucket in buckets]
-    dry_run(
-        {"name": "int8"}, buckets, parameters, size=4, is_timed=False
-    )  # int8 writes to the bucket
+    # int8 writes to the bucket.
+    DryRunner({"name": "int8"}, buckets, parameters, device=None).trace(4)
     assert all(torch.equal(b.buffer(), old) for b, old in zip(buckets, before, strict=True))

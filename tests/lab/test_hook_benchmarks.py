@@ -88,10 +88,24 @@ def test_torch(hook_benchmark):
     with pytest.raises(commhooks.CommHookError, match="no options beside 'torch', found {'rank'"):
         hook_benchmark("torch", rank=4, **PLACE)
     hook_benchmark("torch", **PLACE)
+    with pytest.raises(commhooks.CommHookError, match="hook 'guard' needs the option 'max_error'"):
+        hook_benchmark(commhooks.algorithms.Guard, inner="int8", **PLACE)
 
 
 def test_quantized(hook_benchmark):
     hook_benchmark({"name": "int8"}, **PLACE)
+
+
+def large_batch():
+    return torch.randn(8, 64)
+
+
+def test_with_another_batch(hook_benchmark):
+    hook_benchmark("bf16", **PLACE | {"batch": large_batch})
+"""
+NEXT = """
+def test_next():
+    pass
 """
 LINK = """
 def test_over_a_link(hook_benchmark):
@@ -132,7 +146,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     """Run hooks of all kinds; return the output and the results."""
     folder = tmp_path_factory.mktemp("session")
     text = HOOKS + SLEEPING + OTHERS + (LINK if unavailable() is None else "")
-    code, output = run(folder, text, "--benchmark-json=found.json")
+    (folder / "test_next.py").write_text(NEXT)
+    code, output = run(folder, text, "test_next.py", "--benchmark-json=found.json")
     assert code == pytest.ExitCode.TESTS_FAILED, output
     return output, results(folder)
 
@@ -169,6 +184,13 @@ def test_the_baselines_are_in_the_table(session: tuple[str, dict[str, Any]]) -> 
         assert name in table
 
 
+def test_each_batch_has_a_table(session: tuple[str, dict[str, Any]]) -> None:
+    output, found = session
+    assert found["test_with_another_batch"]["group"] != found["test_torch"]["group"]
+    for batch in ("batch", "large_batch"):
+        assert f"communication hooks: test_hooks: net, {batch}, 2 ranks, loopback" in output
+
+
 def test_a_wrong_hook_fails_and_is_not_timed(session: tuple[str, dict[str, Any]]) -> None:
     output, found = session
     assert not {"test_wrong", "test_wrong_again"} & set(found)
@@ -180,7 +202,7 @@ def test_a_hook_that_fails_later_is_an_error(session: tuple[str, dict[str, Any]]
     """The others have their times."""
     output, found = session
     assert "test_late" not in found
-    assert "1 error" in output
+    assert "1 error" in output  # not in the next module as well
     assert "late (loopback): " in output
     assert "ValueError: too early" in output
 

@@ -9,8 +9,9 @@ from support import small_models
 from torch import nn
 
 import commhooks
+from commhooks.lab.models import ModelError
 from commhooks.lab.simulation import Job
-from commhooks.lab.simulation.dry_run import stated_bytes
+from commhooks.lab.simulation.dry_run import DryRunner
 from commhooks.lab.simulation.measurements import ProfiledModel
 from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
@@ -57,6 +58,25 @@ def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
     ((seen, real),) = run_ranks(_buckets, 1, config)
     assert seen == real
     assert len(seen) > 1
+
+
+def _unused(rank: int, world_size: int) -> list[list[str]]:
+    assert dist.group.WORLD is not None
+    arguments = small_models.partly(), _loss, lambda _: None, dist.group.WORLD
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True if a step does not use"):
+        profile(*arguments)
+    side = ProfiledModel(rank, Job("support.small_models:partly"), busy=1)
+    with pytest.raises(ModelError, match=r"its steps fail: .*find_unused_parameters=True"):
+        side.dry_run({"name": "int8"}, [2])
+    step = profile(*arguments, bucket_cap_mb=MB, find_unused_parameters=True)
+    return [bucket.names for bucket in step.buckets]
+
+
+def test_parameters_that_steps_do_not_use() -> None:
+    (buckets,) = run_ranks(_unused, 1)
+    assert {name for names in buckets for name in names} == {
+        *("used.weight", "used.bias", "unused.weight", "unused.bias")
+    }
 
 
 def _dry_run(rank: int, world_size: int) -> list[bool]:
@@ -126,7 +146,7 @@ def _in_large_worlds(rank: int, world_size: int) -> dict[str, list[tuple[float, 
         found[str(config["name"])] = [
             (
                 sum(share * trace.wire_bytes(size) for share, trace in runs.at(size)),
-                stated_bytes(config, buckets, side.parameters, size=size),
+                DryRunner(config, buckets, side.parameters).stated_bytes(size),
             )
             for size in LARGE
         ]

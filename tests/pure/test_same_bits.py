@@ -189,7 +189,7 @@ def test_packed_drawn_and_added_indices(numel: int) -> None:
             fallback.draw_indices(SEED - 2**63, rotation, numel, drawn[1])
             assert torch.equal(*drawn)
         code = IndexCode.shortest(numel, count)
-        form = (code.high_bits, code.low_bits, code.adds_rank)
+        form = (code.high_bits, code.low_bits, code.adds_ordinal)
         packed = [torch.zeros(code.nbytes, dtype=torch.uint8) for _ in range(2)]
         native.pack_indices(drawn[0], *form, packed[0])
         fallback.pack_indices(drawn[0], *form, packed[1])
@@ -207,7 +207,7 @@ def test_damaged_indices_are_refused_alike() -> None:
     generator = _generator()
     numel, count = 500, 20
     code = IndexCode.shortest(numel, count)
-    form = (code.high_bits, code.low_bits, code.adds_rank)
+    form = (code.high_bits, code.low_bits, code.adds_ordinal)
     indices = torch.zeros(count, dtype=torch.int32)
     native.draw_indices(3, 0, numel, indices)
     packed = torch.zeros(code.nbytes, dtype=torch.uint8)
@@ -231,7 +231,7 @@ def test_damaged_indices_are_refused_alike() -> None:
 
 
 def test_one_warning_says_what_to_do() -> None:
-    fallback.warning.warn_once.cache_clear()
+    fallback.blocks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

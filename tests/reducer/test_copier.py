@@ -62,6 +62,8 @@ def test_arguments_that_do_not_fit_raise() -> None:
         native.pack([torch.ones(4)], torch.empty(3))
     with pytest.raises(ValueError, match=r"strides \[2\]"):
         native.pack([torch.ones(8)[::2]], torch.empty(9))
+    with pytest.raises(ValueError, match="dense tensors"):
+        native.pack([torch._neg_view(torch.ones(4))], torch.empty(4))
     with pytest.raises(ValueError, match="one dtype"):
         native.pack([torch.ones(1), torch.ones(1, dtype=torch.float64)], torch.empty(9))
     with pytest.raises(ValueError, match="one bool on cpu"):

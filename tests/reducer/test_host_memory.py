@@ -590,3 +590,12 @@ def test_ranks_of_a_comparison_stand_for_hosts() -> None:
 def test_statistics_and_logging_data_say_which_way_a_step_went() -> None:
     expected = ["host memory"] * 3 + ["process group"] * 2
     assert run_ranks(ways, 2) == [expected] * 2
+
+
+def test_a_mean_needs_tensors_that_fit_its_result() -> None:
+    with pytest.raises(RuntimeError, match="at least one tensor"):
+        HostGroup.mean_of([], torch.zeros(4))
+    with pytest.raises(RuntimeError, match="a result that is contiguous"):
+        HostGroup.mean_of([torch.ones(4)] * 2, torch.zeros(8)[::2])
+    with pytest.raises(RuntimeError, match="with the size and dtype of the result"):
+        HostGroup.mean_of([torch.ones(3)], torch.zeros(4))

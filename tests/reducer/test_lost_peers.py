@@ -171,6 +171,19 @@ def use_of_parameters(die: Die) -> None:
     step(model)
 
 
+def use_of_parameters_by_one_that_uses_all(die: Die) -> None:
+    model = quiet(find_unused_parameters=True)
+
+    def reduce(_: object, bucket: commhooks.GradBucket) -> torch.futures.Future[Tensor]:
+        die()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    commhooks.register(model, reduce)
+    step(model)
+
+
 def function_that_communicates(die: Die) -> None:
     model = quiet()
 
@@ -269,6 +282,7 @@ UNDER_WAY: dict[Callable[[Die], None], str | tuple[str, ...]] = {
     verification: "the comparison of the ranks' parameters",
     initial_broadcast: "the broadcast of 5 tensors of rank 0",
     use_of_parameters: "the exchange of which parameters each rank used",
+    use_of_parameters_by_one_that_uses_all: "the exchange of which parameters each rank used",
     function_that_communicates: "the average of bucket 0",
     forward_in_join: "the report of a rank that has inputs to join()",
     plans_in_join: "the exchange of what each rank is about to do, inside join(),",

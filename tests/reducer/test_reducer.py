@@ -1,7 +1,9 @@
 """Comparison with torch's reducer on the same inputs: gradients must be equal bit for bit."""
 
 import itertools
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import commhooks
+from commhooks.comm.communicator import Communicator
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel, GradBucket
 
@@ -518,3 +522,92 @@ def clear_earlier(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["grad", "data"])
 def test_gradients_that_a_hook_frees_are_averaged_nevertheless(way: str) -> None:
     run_ranks(clear_earlier, 2, way)
+
+
+def clip_after_packing(rank: int, world_size: int, options: dict[str, Any], hook: str) -> None:
+    """Replace a gradient whose bucket a hook may have averaged already."""
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    for layer in net:
+        nn.init.eye_(layer.weight)
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-6, **options)
+    if hook:
+        commhooks.register(model, hook)
+    first, last = net[0].weight, net[1].weight
+
+    def clip(_: torch.Tensor) -> None:
+        assert last.grad is not None
+        last.grad = last.grad.clamp(max=100.0)
+
+    first.register_post_accumulate_grad_hook(clip)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        for parameter in (first, last):
+            torch.testing.assert_close(parameter.grad, torch.full((2, 2), 1.5))
+
+
+@pytest.mark.parametrize("hook", ["", "fp16", "int8"])
+@pytest.mark.parametrize("host_memory", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_that_are_replaced_after_they_were_packed(
+    view: bool, host_memory: bool, hook: str
+) -> None:
+    options = {"gradient_as_bucket_view": view, "host_memory": host_memory}
+    run_ranks(clip_after_packing, 2, options, hook)
+
+
+@dataclass
+class Keep(commhooks.CommHook):
+    """Return the bucket as it is."""
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> torch.Tensor:
+        return bucket.buffer()
+
+
+def written(rank: int, world_size: int) -> int:
+    """Return how often a step writes to a gradient that is a view of its bucket."""
+    model = DistributedDataParallel(nn.Linear(16, 1, bias=False), gradient_as_bucket_view=True)
+    commhooks.register(model, Keep())
+    found = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(1, 16)).sum().backward()
+        assert model.module.weight.grad is not None
+        found.append(model.module.weight.grad._version)
+    return found[2] - found[1]
+
+
+def test_an_average_that_is_in_the_bucket_is_not_copied() -> None:
+    """Only zero_grad and the engine of autograd write."""
+    assert run_ranks(written, 2) == [2, 2]
+
+
+def half_as_other_half(rank: int, world_size: int) -> torch.Tensor:
+    """Gradients in bfloat16, in the memory order of a user, and a hook that sends float16."""
+    model = DistributedDataParallel(nn.Linear(6, 4, bias=False).bfloat16())
+    commhooks.register(model, "fp16")
+    model.module.weight.grad = torch.zeros(6, 4, dtype=torch.bfloat16).t()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
+        model(torch.full((1, 6), 1e5 * (1 - rank), dtype=torch.bfloat16)).sum().backward()
+    return model.module.weight.grad
+
+
+def test_gradients_are_scaled_before_they_are_rounded_to_another_half_precision() -> None:
+    for found in run_ranks(half_as_other_half, 2):
+        torch.testing.assert_close(found, torch.full_like(found, 5e4))
+
+
+def negated(rank: int, world_size: int) -> torch.Tensor:
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+
+    def negate(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return completed(lambda buffer: torch._neg_view(-buffer))(None, bucket)  # type: ignore[no-any-return]
+
+    model.register_comm_hook(None, negate)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    return model.module.weight.grad
+
+
+def test_a_hook_may_return_a_tensor_that_is_negated_when_it_is_read() -> None:
+    assert all(torch.equal(found, torch.tensor([[1.0, 2.0]])) for found in run_ranks(negated, 1))

@@ -49,8 +49,10 @@ def test_the_collector_gives_means_per_step() -> None:
         BucketStats(1, ("c",), 40, 40.0, 1.0, 1.0, None),
     )
     assert stats.total == BucketStats(None, ("a", "b", "c"), 120, 60.0, 2.0, 3.0, None)
-    assert collector.wire_bytes(first.key) == 20.0
-    assert collector.wire_bytes("another") is None
+    assert collector.wire_bytes(first.key, 2) == 20.0
+    assert collector.wire_bytes(first.key, 1) == 30.0
+    assert collector.wire_bytes(first.key, KEPT_STEPS + 1) == 20.0
+    assert collector.wire_bytes("another", 2) is None
 
 
 def test_the_last_steps() -> None:
@@ -136,6 +138,21 @@ def switch_ways(rank: int, size: int) -> None:
     assert [recent.steps for _, recent in found] == [1, 2, 3, 3, 5, 6, 7, 8, 1, 2]
     assert found[5][1] == found[5][0]
     assert found[8][1].total.wire_bytes == found[9][1].total.wire_bytes == plain / 4
+
+
+def send_in_every_third_step(rank: int, size: int) -> HookStats:
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8, bias=False))
+    handle = commhooks.register(model, "local_sgd", period=3)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+    return handle.stats()
+
+
+def test_bytes_are_of_the_same_steps_as_all_other_figures(run_ranks: Any) -> None:
+    """Not of the first one, though its bucket has the same parameters when it is rebuilt."""
+    for stats in run_ranks(send_in_every_third_step, 2):
+        assert (stats.steps, stats.left_out) == (3, 1)
+        assert stats.total.wire_bytes == pytest.approx(all_reduce_bytes(4 * 64, 2) / 3)
 
 
 def test_means_over_steps_in_which_cpp_stands_in(run_ranks: Any) -> None:

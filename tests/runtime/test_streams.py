@@ -270,20 +270,20 @@ CALLS = {
     "stream": {
         "record: follow < StreamRunner.__call__",
         "record: record_on_current_stream < HookHandle.state_dict",
-        "record: record_on_current_stream < StreamRunner.between_steps",
+        "record: record_on_current_stream < Runner._record_states",
         "wait: follow < StreamRunner.__call__",
         "wait: follow < StreamRunner._run_exchanges",
-        "wait: follow < forked < StreamRunner.between_steps",
+        "wait: follow < forked < Runner.between_steps",
         "wait: join < StreamRunner.drain",
-        "wait: join < forked < StreamRunner.between_steps",
+        "wait: join < forked < Runner.between_steps",
     },
     "threaded": {
         "record: follow < StepScheduler.launch",
         "record: record_on_current_stream < HookHandle.state_dict",
-        "record: record_on_current_stream < ThreadedRunner.between_steps",
+        "record: record_on_current_stream < Runner._record_states",
         "wait: follow < StepScheduler.launch",
-        "wait: follow < forked < ThreadedRunner.between_steps",
-        "wait: join < forked < ThreadedRunner.between_steps",
+        "wait: follow < forked < Runner.between_steps",
+        "wait: join < forked < Runner.between_steps",
     },
 }
 

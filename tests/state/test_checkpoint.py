@@ -21,7 +21,7 @@ from commhooks.hook.base import tree
 from commhooks.hook.state import StateField
 from commhooks.state import GatheredState, HookState
 from commhooks.state.files import add_state, load_state_of, load_states, save_states
-from commhooks.state.layout import Layout, Ranks, Source
+from commhooks.state.layout import DistributedModel, Layout, Source
 from commhooks.state.resharding import Resharding
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -376,12 +376,12 @@ class Measured(commhooks.CommHook):
 
 
 def test_a_state_of_another_device_is_converted_on_that_of_the_gradients() -> None:
-    ranks: Any = Ranks()
-    ranks.device, ranks.parameters = torch.device("meta"), {"w": torch.zeros(2)}
-    ranks._group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    model: Any = DistributedModel()
+    model.device, model.parameters = torch.device("meta"), {"w": torch.zeros(2)}
+    model._group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     hook, old = Measured(), Layout(2, 1)
     entry = {"error": torch.ones(2), "own": torch.ones(1)}
-    Resharding(hook, ranks, old).add({Source("rank", 1, old, 0): {"w": entry}})
+    Resharding(hook, model, old).add({Source("rank", 1, old, 0): {"w": entry}})
     assert hook.devices == ["meta", "meta"]
 
 

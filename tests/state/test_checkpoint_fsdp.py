@@ -87,17 +87,24 @@ def load(rank: int, size: int, shape: tuple[int, int], folder: str) -> dict[str,
     return states
 
 
-@pytest.mark.parametrize("new", [(1, 3), pytest.param((4, 1), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ((2, 2), (1, 3)),
+        ((2, 1), (1, 3)),  # the last rank needs nothing of the former run
+        pytest.param((2, 2), (4, 1), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_other_replicas_and_shards_get_the_mean(
-    run_ranks: Any, new: tuple[int, int], tmp_path: Path
+    run_ranks: Any, old: tuple[int, int], new: tuple[int, int], tmp_path: Path
 ) -> None:
-    saved = run_ranks(save, 4, (2, 2), str(tmp_path))
+    saved = run_ranks(save, old[0] * old[1], old, str(tmp_path))
     for loaded in run_ranks(load, new[0] * new[1], new, str(tmp_path)):
         for hook in HOOKS:
             assert loaded[hook].keys() == saved[0][hook].keys() != set()
             for name, entry in loaded[hook].items():
                 for field, value in entry.items():
-                    mean = (saved[0][hook][name][field] + saved[2][hook][name][field]) / 2
+                    mean = (saved[0][hook][name][field] + saved[old[1]][hook][name][field]) / 2
                     torch.testing.assert_close(value, mean)
 
 

@@ -69,6 +69,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "guard": [
         {"inner": POWERSGD, "max_error": 2.0, "every": 1},
         {"inner": "int8", "max_error": 1e-6},  # falls back in the second step
+        {"inner": {"name": "auto", "plan": PLAN}, "max_error": 2.0, "every": 1},
     ],
     "route": [
         {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},

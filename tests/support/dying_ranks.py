@@ -135,9 +135,11 @@ def _run(
     peers._GRACE_SECONDS = 0.05 if timeout == LIMIT_SECONDS else 2.0
 
     def die() -> None:
+        nonlocal start
         if rank == size - 1:
             _die(how)
-        print(_DEATH, time.monotonic(), flush=True)
+        start = time.monotonic()
+        print(_DEATH, start, flush=True)
         set_timeout(timeout)
 
     start = time.monotonic()

@@ -23,6 +23,23 @@ def make() -> nn.Module:
     return Small()
 
 
+def partly() -> nn.Module:
+    """A model that does not use its last layer, whose bucket comes first."""
+    return _Partly()
+
+
+class _Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.used(inputs)
+        return result
+
+    example_input = staticmethod(Small.example_input)
+
+
 def without_input() -> nn.Module:
     """A model that does not."""
     return nn.Linear(3, 2)

@@ -66,7 +66,8 @@ def test_the_place_of_an_error_may_be_beside_the_framework() -> None:
 
 @pytest.mark.usefixtures("run_ranks")
 def test_on_one_rank() -> None:
-    check_hook(functools.partial(commhooks.create, "int8"), world_size=1)
+    for name in ("allreduce", "int8"):
+        check_hook(functools.partial(commhooks.create, name), world_size=1)
     with pytest.raises(ValueError, match="world_size of at least 1, found 0"):
         check_hook(functools.partial(commhooks.create, "int8"), world_size=0)
 

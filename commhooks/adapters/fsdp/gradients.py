@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.adapter import Adapter, TorchHook, check_same
 from commhooks.adapters.fsdp.units import (
     Unit,
     is_root,
@@ -22,13 +22,13 @@ from commhooks.adapters.fsdp.units import (
 )
 from commhooks.algorithms.bucket_parameters import real_view, store
 from commhooks.algorithms.exact import AllReduce
-from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookMismatchError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
-from reducer import GradBucket, agreement
+from reducer import GradBucket
+from reducer.agreement import check_agreement
 from reducer.backends import GLOO, family_of
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
@@ -130,14 +130,12 @@ class FSDPAdapter(Adapter):
         try:
             token, failure = super().agree(what, value), None
             comparison = "the comparison of the replicas' trained parameters"
-            agreement.check_agreement(
-                self._layout(), self.group, self.device, self._mismatch, comparison
-            )
+            check_agreement(self._layout(), self.group, self.device, self._mismatch, comparison)
         except CommHookError as error:
             token, failure = 0, error
         for group in self.shard_groups:
             try:
-                check_agreement(group, self.device, what, str(failure or value))
+                check_same(group, self.device, what, str(failure or value))
             except CommHookError as error:
                 failure = failure or error
         if failure is not None:

@@ -6,12 +6,12 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from commhooks.adapters.adapter import check_same
 from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp.units import Unit, is_root, units_of
 from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.rounding import bits_of
-from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
 from commhooks.hook.registry import create
 from commhooks.kernels import require
@@ -23,28 +23,28 @@ Numbers: TypeAlias = str | Mapping[str, Any]
 class QuantizedCollective:
     """A collective of a sharded model that is quantized, and what it has sent."""
 
-    def __init__(self, units: Sequence["Collective"]) -> None:
-        self._units = units
+    def __init__(self, collectives: Sequence["UnitCollective"]) -> None:
+        self._collectives = collectives
 
     @property
     def wire_bytes(self) -> int:
         """The bytes that this rank has sent so far."""
-        return sum(unit.wire_bytes for unit in self._units)
+        return sum(each.wire_bytes for each in self._collectives)
 
     @property
     def plain_bytes(self) -> int:
         """The bytes that it would have sent in the dtype in which FSDP reduces or gathers."""
-        return sum(unit.plain_bytes for unit in self._units)
+        return sum(each.plain_bytes for each in self._collectives)
 
     def remove(self) -> None:
         """Return to torch's collective. Call it between two steps, on every rank."""
-        for unit in self._units:
-            unit.remove()
+        for each in self._collectives:
+            each.remove()
 
 
 def quantize(
     model: nn.Module,
-    kind: type["Collective"],
+    kind: type["UnitCollective"],
     numbers: Numbers,
     options: Mapping[str, Any],
     **settings: Any,
@@ -75,7 +75,7 @@ def quantize(
     try:
         for group in {id(unit.shards): unit.shards for unit in units}.values():
             assert group is not None
-            check_agreement(group, units[0].device, f"numbers of the {title}", identity)
+            check_same(group, units[0].device, f"numbers of the {title}", identity)
     except CommHookError:
         if failure is None:
             raise
@@ -136,7 +136,7 @@ def _format_of(hook: Any, units: Sequence[Unit]) -> Format:
     return _Codes(hook.make_codec())
 
 
-class Collective:
+class UnitCollective:
     """A collective of one unit, in place of torch's. FSDP calls it on a stream of its own.
 
     It has the methods of FSDP's ``AllGather`` or ``ReduceScatter``.

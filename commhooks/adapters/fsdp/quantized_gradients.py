@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.fsdp.quantized import (
-    Collective,
     Numbers,
     QuantizedCollective,
+    UnitCollective,
     quantize,
     real,
 )
@@ -49,7 +49,7 @@ def quantize_reduce_scatter(
     return quantize(model, _ReduceScatter, numbers, options)
 
 
-class _ReduceScatter(Collective):
+class _ReduceScatter(UnitCollective):
     name = "reduce_scatter"
     _calls = 0
 

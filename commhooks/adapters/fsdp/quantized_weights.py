@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.fsdp.quantized import (
-    Collective,
     Format,
     Numbers,
     QuantizedCollective,
+    UnitCollective,
     quantize,
     real,
 )
@@ -78,7 +78,7 @@ def quantize_all_gather(
     return quantize(model, _AllGather, numbers, options, **settings)
 
 
-class _AllGather(Collective):
+class _AllGather(UnitCollective):
     name = "all_gather"
 
     def __init__(

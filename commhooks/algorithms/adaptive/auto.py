@@ -18,12 +18,12 @@ from torch import Tensor
 
 from commhooks.algorithms.adaptive.choices import (
     Buckets,
-    check_names,
+    check_plan,
     default_candidates,
     exact_names,
     group_parameters,
     hook_of_spec,
-    plan_of,
+    parse_plan,
     wire_bytes_of,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
@@ -36,7 +36,7 @@ from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.options import Limits, Made, from_json, hook_default
+from commhooks.hook.options import Limits, Made, from_json, hook_default, option_names
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import hook_spec, spec_of
 from commhooks.hook.state import no_state
@@ -78,7 +78,7 @@ class Auto(CommHook):
     --help`` lists, with hooks of other packages that have ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""
-    plan: Annotated[Plan | None, Made(plan_of)] = field(default=None, repr=False, compare=False)
+    plan: Annotated[Plan | None, Made(parse_plan)] = field(default=None, compare=False)
     """A plan to use for good: what ``commhooks plan --save`` wrote, or its path. Nothing is
     measured then, and equal runs have equal bits. Otherwise the plan in use is here."""
     replan: Annotated[int, Limits(ge=1)] = 500
@@ -114,6 +114,17 @@ class Auto(CommHook):
         self._table = HookTable([*self._hooks.values()], {})
         exact_names(self.exact, {}, self.model_info.roles)
 
+    def __repr__(self) -> str:
+        """Source code of an equal hook: with a plan that it was given, not with one it has made."""
+        options = {name: getattr(self, name) for name in option_names(type(self))}
+        options["plan"] = self._given_plan()
+        described = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"{type(self).__qualname__}({described})"
+
+    @property
+    def is_adaptive(self) -> bool:
+        return not self._is_frozen
+
     @property
     def history(self) -> list[Decision]:
         """The plans that were made, with their steps and reasons."""
@@ -139,7 +150,7 @@ class Auto(CommHook):
         if isinstance(self.error, CommHook):
             self.error.prepare(parameters, group)
         if self.plan is not None and self._is_frozen:
-            check_names(self.plan, parameters, self.name)
+            check_plan(self.plan, parameters, self.name)
         elif group.size() == 1:
             self.plan = Plan.exact("Average exactly: there is one rank, so nothing is sent.")
         else:
@@ -210,10 +221,12 @@ class Auto(CommHook):
             raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error
 
     def to_config(self) -> dict[str, Any]:
-        plan = self.plan.to_json() if self._is_frozen and self.plan is not None else None
-        return {**super().to_config(), "plan": plan}
+        return {**super().to_config(), "plan": self._given_plan()}
 
     # --------------------------------------------------------------------------------- parts of it
+
+    def _given_plan(self) -> dict[str, Any] | None:
+        return self.plan.to_json() if self._is_frozen and self.plan is not None else None
 
     def _measurement(
         self, usable: Mapping[str, CommHook], group: dist.ProcessGroup, agreed: AgreedState
@@ -232,13 +245,13 @@ class Auto(CommHook):
             hooks.setdefault(spec_of(self.error), self.error)
         else:
             limit = self.error
-        roles = self.model_info.roles
-        trials = {s: Trial(hook, parameters, group, roles) for s, hook in hooks.items()}
+        info = self.model_info
+        trials = {s: Trial(hook, parameters, group, info) for s, hook in hooks.items()}
 
         def planner_of(buckets: Buckets) -> Planner:
             names = [each for each, _ in buckets]
             return Planner(
-                group_parameters(names, parameters, self._exact_names, roles or {}),
+                group_parameters(names, parameters, self._exact_names, info.roles or {}),
                 sum(nbytes for _, nbytes in buckets),
                 hooks=list(usable),
                 lossless={spec for spec, hook in hooks.items() if is_lossless(hook)},

@@ -55,7 +55,7 @@ def hook_of_spec(value: Any) -> Any:
     return value
 
 
-def plan_of(value: Any) -> Any:
+def parse_plan(value: Any) -> Any:
     """Return the plan in a file or in JSON's types. Raises ValueError if there is none."""
     try:
         if isinstance(value, str):
@@ -65,7 +65,7 @@ def plan_of(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def check_names(plan: Plan, parameters: Collection[str], owner: str) -> None:
+def check_plan(plan: Plan, parameters: Collection[str], owner: str) -> None:
     """Raise CommHookError if a plan with groups is for other parameters."""
     planned = set(plan.hook_of())
     for what, names in (

@@ -19,7 +19,7 @@ from commhooks.algorithms.adaptive.link import ALL, UNKNOWN, Probe, link_of, pro
 from commhooks.costs.step_trace import Collective, StepTrace
 from commhooks.planning import Choice, Group, Plan, Problem, solve
 from commhooks.planning.problem import overhead_of, relative
-from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
+from commhooks.planning.solver import LEAST_SAVING, make_plan, without_contention
 
 _TIMED = 3
 """Steps whose times are taken before a check."""
@@ -190,7 +190,7 @@ class Planner:
             if (since >= self.replan or not self._outcomes) and (trials := self._trials()):
                 if self._outcomes or not (why := self._why_exact(problem, agreed)):
                     return replace(agreed, start=step + 1, reason=reason, trials=trials, probe=0)
-                exact = plan_of(problem, problem.uniform(problem.plain), why)
+                exact = make_plan(problem, problem.uniform(problem.plain), why)
                 return self._change(problem, agreed, exact, step, reason)
         return self._change(problem, agreed, solve(problem, agreed.plan.hook_of()), step, reason)
 

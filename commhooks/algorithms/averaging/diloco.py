@@ -367,11 +367,10 @@ class DiLoCo(LocalSteps):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._step = -1
-        self._pending = {
-            name: Pending.finished(entry.pop("outer_gradient"))
-            for name, entry in self.state.items()
-            if "outer_gradient" in entry
-        }
+        self._pending = {}
+        for name, entry in self.state.items():
+            if (average := entry.pop("outer_gradient", None)) is not None:
+                self._pending[name] = Pending(Exchange.finished(average), average)
 
 
 Kept: TypeAlias = tuple[CommHook, str, dict[str, Tensor] | None]
@@ -412,11 +411,6 @@ class Pending(NamedTuple):
     exchange: Exchange
     average: Tensor
     """A view of what the exchange returns."""
-
-    @classmethod
-    def finished(cls, average: Tensor) -> "Pending":
-        """Return a finished one: a saved average."""
-        return cls(Exchange.finished(average), average)
 
 
 @dataclass

@@ -30,7 +30,6 @@ from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.elastic import Elastic
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -38,10 +37,12 @@ from reducer import GradBucket
 
 
 @dataclass
-class LocalSteps(WithoutConsensus, Elastic):
+class LocalSteps(WithoutConsensus):
     """Base of hooks that average gradients before ``start_step``, and then at most inside nodes.
 
-    Subclasses implement :meth:`synchronize`.
+    Subclasses implement :meth:`synchronize`, :meth:`synchronization_bytes` and :meth:`sends`. Ranks
+    may come and go between the steps in which they send. A joining rank receives another rank's
+    parameters and :meth:`common_state`.
     """
 
     start_step: Annotated[int, Limits(ge=0)] = field(default=0, kw_only=True)
@@ -51,6 +52,7 @@ class LocalSteps(WithoutConsensus, Elastic):
     that the launcher gives, which the option has once the hook is registered."""
 
     changes_parameters = True
+    free_options = ("ranks_per_node",)  # on other nodes the state is the same
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,22 +87,28 @@ class LocalSteps(WithoutConsensus, Elastic):
             await node.all_reduce(buffer.div_(node.size))
         return buffer
 
-    def elastic(self) -> Elastic:
-        return self
+    def sends(self, step: int) -> bool:
+        """Return whether ranks send in this step, among members that must be known before it."""
+        raise NotImplementedError
+
+    def takes(self, step: int) -> bool:
+        """Return whether results of an earlier step are used here; by default as it sends."""
+        return self.sends(step)
 
     def common_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state that is the same on all ranks, by default all."""
         return self.state
 
     def follow_commits(self) -> None:
-        """Let :meth:`recover` undo what has changed since the last :meth:`commit`.
+        """From now on, undo in :meth:`recover` what has changed since the last :meth:`commit`.
 
+        Exchanges that are on their way are undone as well. Nested hooks recover as without this.
         Memory until a commit: the former values of what has changed.
         """
         self._follows_commits = True
 
     def commit(self) -> None:
-        """Keep what steps have changed."""
+        """Keep what steps have changed. Exchanges remain undoable until their results are taken."""
         self._before.clear()
 
     def recover(self) -> None:

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.lowrank.compressor import Compressor
-from commhooks.algorithms.lowrank.matrix_plan import (
-    MatrixBatch,
-    MatrixPlan,
-    RankRule,
-    matrix_shape,
-)
+from commhooks.algorithms.lowrank.matrix_plan import MatrixBatch, MatrixPlan, RankRule, matrix_shape
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook

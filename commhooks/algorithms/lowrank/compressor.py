@@ -20,6 +20,7 @@ one launch for all batches: kernel_compressor.py. Nothing here synchronizes a de
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -91,7 +92,8 @@ class Compressor:
         self.error: Tensor | None = None
         self._errors: Sequence[Tensor | None] = [None] * len(plan.batches)
         if error_feedback:
-            self.error = self._like.new_zeros(plan.error_elements, dtype=error_dtype)
+            elements = sum(math.prod(shape) for _, shape in plan.error_shapes)
+            self.error = self._like.new_zeros(elements, dtype=error_dtype)
             adopt(state, "error", plan.error_entries(self.error))
             self._errors = plan.errors(self.error)
         self.factors: dict[Side, Tensor] = {}

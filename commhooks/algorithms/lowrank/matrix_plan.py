@@ -154,10 +154,6 @@ class MatrixPlan:
         return [sum(math.prod(batch.factor_shape(side)) for batch in self.batches) for side in Side]
 
     @cached_property
-    def error_elements(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.error_shapes)
-
-    @cached_property
     def exact_elements(self) -> int:
         return sum(self._exact_sizes)
 

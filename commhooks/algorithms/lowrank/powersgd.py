@@ -69,6 +69,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
+from commhooks.kernels import require_for
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -258,9 +259,12 @@ class PowerSGD(CommHook):
         """Raise CommHookError if the rank is so high that no matrix of the model would shrink.
 
         Where none would at any rank, raise it if the rank is above min(n, m) of all matrices. The
-        default rank is always accepted: with it small models are averaged exactly.
+        default rank is always accepted: with it small models are averaged exactly. Also raise it if
+        errors in bfloat16 are on a device that cannot run the kernel that rounds them.
         """
         super().prepare(parameters, group)
+        if self.error_feedback and self.error_dtype is not None:
+            require_for(parameters.values())
         found = self._matrices(parameters)
         highest = max((self._highest_rank(*shape) for shape in found.values()), default=0)
         highest = highest or max(map(min, found.values()), default=0)

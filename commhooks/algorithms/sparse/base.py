@@ -25,6 +25,11 @@ class SparseHook(KeepsErrors):
     """None keeps errors in float32 (float64 for float64 gradients). bfloat16, rounded
     stochastically, halves their memory."""
 
+    wire = (
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
+        "what plain averaging sends in float32"
+    )
+
 
 @dataclass
 class WarmedUp(SparseHook):

@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.sparse.base import SparseHook
-from commhooks.algorithms.sparse.messages import (
-    SparseVector,
-    gather,
-    gather_bytes,
-    to_memory_dtype,
-)
+from commhooks.algorithms.sparse.messages import SparseVector, gather, gather_bytes, to_memory_dtype
 from commhooks.algorithms.sparse.selection import elements_to_send, select_largest_of_chunks
 from commhooks.codecs.finite import copy_if, is_known_false
 from commhooks.comm.communicator import Communicator
@@ -79,10 +74,6 @@ class DeMo(SparseHook):
     capturable_from = 0
     keeps = "momentum"
     gets_each_once = True
-    wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends in float32"
-    )
     paper = "https://arxiv.org/abs/2411.19870"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

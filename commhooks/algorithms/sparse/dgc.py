@@ -29,12 +29,7 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.sparse.base import WarmedUp
-from commhooks.algorithms.sparse.messages import (
-    SparseVector,
-    gather,
-    gather_bytes,
-    to_memory_dtype,
-)
+from commhooks.algorithms.sparse.messages import SparseVector, gather, gather_bytes, to_memory_dtype
 from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
@@ -82,10 +77,6 @@ class DGC(WarmedUp):
     error_dtype: torch.dtype | None = field(default=None, init=False, repr=False)
 
     gets_each_once = True
-    wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends in float32"
-    )
     paper = "https://arxiv.org/abs/1712.01887"
 
     def __post_init__(self) -> None:

@@ -147,7 +147,13 @@ async def _sum(own: SparseVector, comm: Communicator) -> GatheredVectors:
     """All-reduce the vectors with their zeros."""
     dtype = at_least_float32(own.values.dtype)
     mean = await comm.all_reduce(own.dense(dtype).div_(comm.size))
-    finite = all_finite(mean)
+    return _with_commit(own, all_finite(mean), lambda _: mean)
+
+
+def _with_commit(
+    own: SparseVector, finite: Tensor, mean_in: Callable[[Tensor], Tensor]
+) -> GatheredVectors:
+    """Return vectors whose commit goes through torch. ``mean_in(buffer)`` may use its memory."""
 
     def commit(total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
         if is_known_false(finite):
@@ -155,7 +161,7 @@ async def _sum(own: SparseVector, comm: Communicator) -> GatheredVectors:
         if error is not None:
             scatter_add(-own.values.to(total.dtype), own.indices, total)
             copy_if(finite, total, error)
-        return buffer.copy_(select(finite, mean, torch.nan))
+        return buffer.copy_(select(finite, mean_in(buffer), torch.nan))
 
     return GatheredVectors(own, finite, commit)
 
@@ -187,7 +193,7 @@ def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
         return message
     count, high_words = vector.count, words_of(code.high_bits)
     low_words = words_of(count * code.low_bits)
-    layout = (count, code.low_bits, code.adds_rank, high_words, low_words, code.nbytes)
+    layout = (count, code.low_bits, code.adds_ordinal, high_words, low_words, code.nbytes)
     arguments = (vector.indices, vector.values, *layout, message)
     kernel = kernel_name("pack", ELEMENTS[dtype])
     launch(SPARSE, kernel, arguments, grid=blocks_for(max(count, low_words)))
@@ -236,20 +242,15 @@ def _one_by_one(own: SparseVector, vectors: Sequence[SparseVector]) -> GatheredV
     for vector in vectors:
         finite &= all_finite(vector.values)
 
-    def commit(total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
-        if is_known_false(finite):
-            return buffer.fill_(torch.nan)
-        if error is not None:
-            scatter_add(-own.values.to(total.dtype), own.indices, total)
-            error.copy_(total)
+    def mean_in(buffer: Tensor) -> Tensor:
         mean = to_memory_dtype(buffer.zero_())
         for vector in vectors:
             # In place: the message is not needed any more.
             values = vector.values.to(mean.dtype).div_(len(vectors))
             scatter_add(values, vector.indices, mean)
-        return buffer.copy_(mean)
+        return mean
 
-    return GatheredVectors(own, finite, commit)
+    return _with_commit(own, finite, mean_in)
 
 
 class MessagesOnDevice:
@@ -276,7 +277,7 @@ class MessagesOnDevice:
         grid = (tiles, ranks, 1)
         count = (messages, pitch, high_words, capacity, words, self.all_finite)
         launch(SPARSE, kernel_name("count_indices"), count, grid=grid)
-        form = (code.low_bits, code.adds_rank, high_words)
+        form = (code.low_bits, code.adds_ordinal, high_words)
         unpack = (messages, pitch, *form, words, capacity, self.indices)
         launch(SPARSE, kernel_name("unpack"), unpack, grid=grid)
         check = (*self._values, self.indices, capacity, words, tiles, code.numel, segments)

@@ -25,11 +25,7 @@ from torch import Tensor
 
 from commhooks.algorithms.sparse.base import SparseHook
 from commhooks.algorithms.sparse.messages import to_memory_dtype
-from commhooks.algorithms.sparse.selection import (
-    add_and_check,
-    draw_indices,
-    elements_to_send,
-)
+from commhooks.algorithms.sparse.selection import add_and_check, draw_indices, elements_to_send
 from commhooks.algorithms.sparse.shared_topk import average_at
 from commhooks.codecs.finite import poison
 from commhooks.comm.communicator import Communicator

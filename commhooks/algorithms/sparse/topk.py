@@ -21,12 +21,7 @@ from typing import Annotated, Literal
 from torch import Tensor
 
 from commhooks.algorithms.sparse.base import WarmedUp
-from commhooks.algorithms.sparse.messages import (
-    SparseVector,
-    gather,
-    gather_bytes,
-    to_memory_dtype,
-)
+from commhooks.algorithms.sparse.messages import SparseVector, gather, gather_bytes, to_memory_dtype
 from commhooks.algorithms.sparse.selection import select_largest, select_largest_of_chunks
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import integers
@@ -54,10 +49,7 @@ class TopK(WarmedUp):
     bits: Literal[2, 4, 8] | None = None
     """Send values as integers of 2, 4 or 8 bits, with a scale per chunk. What they round off is
     kept in the error. Needs ``chunk``."""
-    wire = (
-        "one all-gather of k values and their indices of about 2 + log2(1/density) bits, at most "
-        "what plain averaging sends in float32"
-    )
+
     paper = "https://arxiv.org/abs/1809.07599"
 
     def __post_init__(self) -> None:

@@ -24,11 +24,12 @@ If gradients are in half precision, p is not. The error then also holds what is 
 to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory, ErrorDtype, PerBucketCache, widened
@@ -39,6 +40,7 @@ from commhooks.hook.base import CommHook, tree
 from commhooks.hook.options import Limits, hook_default
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
+from commhooks.kernels import require_for
 from commhooks.precision import at_least_float32, saturating_cast
 from reducer import GradBucket
 
@@ -89,6 +91,12 @@ class ErrorFeedback(CommHook):
                     "would grow in each step, or because that has no meaning for it. Use it "
                     "without error_feedback"
                 )
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raise CommHookError if a device cannot run the kernel that rounds errors in bfloat16."""
+        super().prepare(parameters, group)
+        if self.error_dtype is not None:
+            require_for(parameters.values())
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return (self._memory.field(gradient),)

@@ -61,6 +61,7 @@ class Guard(CommHook):
     cooldown: Annotated[int, Limits(ge=1)] | None = None
     """Steps after which the inner hook is measured again; never, if None."""
 
+    is_adaptive = True
     lossless = True
     state_fields = no_state
     wire = "what the hook in use sends, and in some steps a sample"
@@ -74,6 +75,7 @@ class Guard(CommHook):
         self._step = -1  # of the training: fragments of diloco have the same step of this hook
         self._buckets = 0  # of this step, so far
         self._turn = 0  # the index of the bucket that is measured in this step, if any
+        self._round = 0  # how often all buckets have had their turn
         self._found: tuple[int, HostCopy] | None = None  # a step, and the squares of all ranks
         self._has_recovered = self._agrees = self._has_agreed = False
         self._last_error = 0.0
@@ -82,7 +84,7 @@ class Guard(CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)
-        self._trial = Trial(self.inner, parameters, group, self.model_info.roles)
+        self._trial = Trial(self.inner, parameters, group, self.model_info)
         self._names = tuple(parameters)
         self._found, self._has_recovered = None, False
         self._use()
@@ -99,8 +101,10 @@ class Guard(CommHook):
             since = self.extra_state["since"]
             is_due = self.cooldown is not None and step - since >= self.cooldown
         if is_due and comm.size > 1 and bucket.index() == self._turn:
-            residual, turn = functools.partial(self._table.residual, comm.size), step // self.every
-            sample = draw_sample(bucket, bucket.names, _MOST_SAMPLE, residual=residual, turn=turn)
+            residual = functools.partial(self._table.residual, comm.size)
+            sample = draw_sample(
+                bucket, bucket.names, _MOST_SAMPLE, residual=residual, turn=self._round
+            )
         average = await self._table.reduce(bucket, comm)
         if sample is not None:
             squares = await self._trial.measure(sample, comm)
@@ -113,7 +117,7 @@ class Guard(CommHook):
         return "since" in self.extra_state
 
     def notes(self) -> list[tuple[int, str]]:
-        return sorted(self._notes)
+        return [*self._notes]
 
     def metrics(self) -> dict[str, float]:
         own = {
@@ -148,7 +152,7 @@ class Guard(CommHook):
         """
         if training_step != self._step:
             self._step = training_step
-            self._turn = (step // self.every) % max(self._buckets, 1)
+            self._round, self._turn = divmod(step // self.every, max(self._buckets, 1))
         self._agrees, self._has_recovered = self._has_recovered, False
         self._has_agreed = False
         found, self._found = self._found, None

@@ -109,12 +109,8 @@ class Schedule(CommHook):
         hook, bucket = self._at(bucket)
         return hook.wire_bytes(bucket, size)
 
-    def hook_at(self, step: int) -> CommHook:
-        """Return the hook of a step of the training."""
-        return self._turn_at(step)[0]
-
-    def _turn_at(self, step: int) -> tuple[CommHook, int]:
-        """Return the hook of a step, and the step that it counts."""
+    def turn_at(self, step: int) -> tuple[CommHook, int]:
+        """Return the hook of a step of the training, and the step that it counts."""
         starts = [start for start, _ in self.stages]
         cycles, step = divmod(step, self.cycle) if self.cycle else (0, step)
         stage = bisect(starts, step) - 1
@@ -125,5 +121,5 @@ class Schedule(CommHook):
 
     def _at(self, bucket: GradBucket) -> tuple[CommHook, GradBucket]:
         """Return the hook of the step of a bucket, and the bucket with the step that it counts."""
-        hook, step = self._turn_at(bucket.step)
+        hook, step = self.turn_at(bucket.step)
         return hook, bucket_with(bucket, bucket.buffer(), step=step) if self.cycle else bucket

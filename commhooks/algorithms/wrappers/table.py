@@ -21,7 +21,6 @@ from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, refuse, tree
 from reducer import GradBucket
 
@@ -33,6 +32,7 @@ _REFUSED = {
     "skips_steps": "skips steps of the training loop",
     "spreads_parameters": "keeps state of other parameters on other ranks",
     "has_exchanges": "goes on with exchanges between steps",
+    "is_adaptive": "chooses hooks itself",
 }
 """The flags that exclude a hook as a candidate, with reasons."""
 
@@ -125,10 +125,6 @@ def check_candidate(hook: CommHook, where: str) -> None:
     """
     expected = "hooks that average gradients in the same step, such as int8 or powersgd"
     refuse(where, hook, expected, _REFUSED)
-    if choosers := [each.name for each in tree(hook) if each.name in ("auto", "guard")]:
-        raise CommHookOptionError(
-            f"{where}: expected {expected}; {hook!r} chooses hooks itself, in {choosers[0]!r}"
-        )
 
 
 def residual_of(

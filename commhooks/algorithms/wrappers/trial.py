@@ -20,10 +20,9 @@ from torch import Tensor
 
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook, Role, tree
+from commhooks.hook.base import CommHook, ModelInfo, prepare_all, tree
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -58,10 +57,10 @@ class Trial:
         hook: CommHook,
         parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
-        roles: Mapping[str, Role] | None,
+        info: ModelInfo,
     ) -> None:
         self._hook = create(hook.to_config())
-        prepare(self._hook, parameters, group, roles)
+        prepare_all(self._hook, parameters, group, info)
 
     def begin(self) -> None:
         """Forget all that the hook has learned, and what it has not sent.
@@ -163,11 +162,12 @@ def draw_sample(
     index: int = 0,
     is_last: bool = True,
 ) -> GradBucket:
-    """Return gradient plus residual of about ``limit`` elements of the parameters ``names``.
+    """Return gradient plus residual of at most ``limit`` elements of the parameters ``names``.
 
     Whole parameters, as low-rank hooks need them, beginning with another one in each ``turn``; of
-    larger ones, evenly spaced rows. The dtype is that of the bucket, ``index`` and ``is_last`` are
-    those of the sample among all samples of the step.
+    larger ones, evenly spaced rows, and if these are larger, evenly spaced columns. The dtype is
+    that of the bucket, ``index`` and ``is_last`` are those of the sample among all samples of the
+    step.
     """
     wanted = set(names)
     positions = [i for i, name in enumerate(bucket.names) if name in wanted]
@@ -182,7 +182,10 @@ def draw_sample(
         if (rest := residual(name, p, slice(None))) is not None:
             p = p + rest.to(p.device).as_strided(p.shape, p.stride())
         if p.dim() > 0 and p.numel() > limit:
-            p = p[:: math.ceil(p.numel() / limit)]
+            row = p.numel() // len(p)
+            p = p[:: math.ceil(len(p) / max(1, limit // row))]
+            if row > limit:
+                p = p.flatten(1)[:, :: math.ceil(row / limit)]
         parts[name] = p
         free -= p.numel()
     buffer = bucket.buffer()

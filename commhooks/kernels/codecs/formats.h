@@ -3,32 +3,60 @@
 #pragma once
 
 #include "codecs/block.h"
-#include "codecs/small_float.h"
 
 namespace commhooks::codecs {
 
 // ------------------------------------------------------------------------------------------ floats
 
-// Numbers of a format, times the scale of their block. The scale maps the largest number of the
-// block to the largest number of the format, so overflow and the codes of infinity and NaN do not
-// occur.
-template <typename Format>
+// Floating point numbers of at most 8 bits, times the scale of their block: a sign, an exponent and
+// a mantissa, with subnormal numbers. The scale maps the largest number of the block to the largest
+// number of the format, so overflow and the codes of infinity and NaN do not occur. E4M3 and E5M2
+// are those of Micikevicius et al. 2022, "FP8 formats for deep learning".
+template <int bits, int mantissa, int bias, int largest_number>
 struct BlockFloat {
-  static constexpr int kBits = Format::kBits;
+  static constexpr int kBits = bits;
   static constexpr int kGroup = 0;
+  static constexpr float kLargest = largest_number;
   static constexpr Norm norm = Norm::kLargest;
 
   COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
-    return largest / Format::kLargest;
+    return largest / kLargest;
   }
 
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
-    return Format::encode(ratio);
+    return encode(ratio);
   }
 
-  COMMHOOKS_HD float value(u32 code) const {
-    return Format::decode(code);
+  // Rounds to nearest even. The magnitude must not round to more than the largest number.
+  static COMMHOOKS_HD u32 encode(float number) {
+    const u32 magnitude = magnitude_bits(number);
+    const u32 is_odd = (magnitude >> kShift) & 1;
+    const u32 normal = (magnitude - kRebias + (1u << (kShift - 1)) - 1 + is_odd) >> kShift;
+    // The lowest bit of the sum is that of subnormal numbers, so the addition rounds.
+    const u32 subnormal = bits_of(float_of(magnitude) + kAnchor) - bits_of(kAnchor);
+    const u32 sign = (bits_of(number) >> (32 - bits)) & kSign;
+    return sign | select(magnitude < kSmallestNormal, subnormal, normal);
   }
+
+  static COMMHOOKS_HD float value(u32 code) {
+    const u32 magnitude = code & (kSign - 1);
+    const u32 normal = (magnitude << kShift) + kRebias;
+    const u32 subnormal = bits_of((float)(int)magnitude * kSmallest);
+    const u32 size = select(magnitude < (1u << mantissa), subnormal, normal);
+    return float_of(size | ((code & kSign) << (32 - bits)));
+  }
+
+ private:
+  static constexpr u32 kSign = 1u << (bits - 1);
+  static constexpr int kShift = 23 - mantissa;
+  static constexpr u32 kRebias = (u32)(127 - bias) << 23;
+  static constexpr u32 kSmallestNormal = (u32)(128 - bias) << 23;
+  static COMMHOOKS_CONSTEXPR float power_of_two(int exponent) {
+    return exponent < 0 ? power_of_two(exponent + 1) / 2
+                        : (exponent > 0 ? power_of_two(exponent - 1) * 2 : 1.0f);
+  }
+  static constexpr float kSmallest = power_of_two(1 - bias - mantissa);
+  static constexpr float kAnchor = kSmallest * 0x1p23f;
 };
 
 //              bits  sign  exponent  mantissa  bias  largest
@@ -36,9 +64,9 @@ struct BlockFloat {
 //     e5m2        8     1         5         2    15    57344   as torch.float8_e5m2
 //     e3m0        4     1         3         0     3       16
 //     e2m1        4     1         2         1     1        6
-using E4M3 = BlockFloat<SmallFloat<8, 3, 7, 448>>;
-using E5M2 = BlockFloat<SmallFloat<8, 2, 15, 57344>>;
-using E3M0 = BlockFloat<SmallFloat<4, 0, 3, 16>>;
+using E4M3 = BlockFloat<8, 3, 7, 448>;
+using E5M2 = BlockFloat<8, 2, 15, 57344>;
+using E3M0 = BlockFloat<4, 0, 3, 16>;
 
 // MXFP4 and NVFP4 are E2M1 with a scale of 8 bits per group of numbers.
 //
@@ -48,11 +76,7 @@ using E3M0 = BlockFloat<SmallFloat<4, 0, 3, 16>>;
 //
 // NVFP4 has one float32 scale per tensor. Here each block has one, so that one pass over the memory
 // is enough.
-struct GroupedE2M1 {
-  using Format = SmallFloat<4, 1, 1, 6>;
-  static constexpr int kBits = Format::kBits;
-  static constexpr Norm norm = Norm::kLargest;
-
+struct GroupedE2M1 : BlockFloat<4, 1, 1, 6> {
   // Larger numbers become the largest. The numbers are 1/2 apart up to 2, then 1 apart up to 4,
   // then 2 apart: 2m, m + 2 and m / 2 + 4 are their codes there, and larger elsewhere. 2^23 plus a
   // number is rounded to an integer, ties to even, and ends with its bits; 2 and 4
@@ -65,10 +89,6 @@ struct GroupedE2M1 {
     const float high = magnitude * 0.5f + (anchor + 4.0f);
     const float above = smaller(smaller(middle, high), anchor + 7.0f);
     return (bits_of(smaller(low, above)) & 7u) | ((bits_of(ratio) >> 28) & 8u);
-  }
-
-  COMMHOOKS_HD float value(u32 code) const {
-    return Format::decode(code);
   }
 
  private:
@@ -97,19 +117,18 @@ struct Mxfp4 : GroupedE2M1 {
 };
 
 struct Nvfp4 : GroupedE2M1 {
-  using GroupFormat = SmallFloat<8, 3, 7, 448>;
   static constexpr int kGroup = 16;
 
   COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
-    return largest / (Format::kLargest * GroupFormat::kLargest);
+    return largest / (kLargest * E4M3::kLargest);
   }
 
   COMMHOOKS_HD u32 group_code(float largest) const {
-    return GroupFormat::encode(largest * (1.0f / Format::kLargest));
+    return E4M3::encode(largest * (1.0f / kLargest));
   }
 
   COMMHOOKS_HD float group_scale(u32 code) const {
-    return GroupFormat::decode(code);
+    return E4M3::value(code);
   }
 };
 

@@ -14,19 +14,19 @@ COMMHOOKS_HD u64 magnitude_bits(double value) {
 // The code of ascending indices; see Note [Index code] in commhooks/codecs/index_code.py.
 struct IndexCode {
   int low_bits;
-  bool adds_rank;
+  bool adds_ordinal;
 
-  // Returns the bit of the bitmap for an index that `rank` smaller ones precede.
-  COMMHOOKS_HD u64 position(u64 index, u64 rank) const {
-    return (index >> low_bits) + (adds_rank ? rank : 0);
+  // Returns the bit of the bitmap for an index that `ordinal` smaller ones precede.
+  COMMHOOKS_HD u64 position(u64 index, u64 ordinal) const {
+    return (index >> low_bits) + (adds_ordinal ? ordinal : 0);
   }
 
   COMMHOOKS_HD u64 low(u64 index) const {
     return index & ((1ull << low_bits) - 1);
   }
 
-  COMMHOOKS_HD u64 index(u64 position, u64 rank, u64 low) const {
-    return (position - (adds_rank ? rank : 0)) << low_bits | low;
+  COMMHOOKS_HD u64 index(u64 position, u64 ordinal, u64 low) const {
+    return (position - (adds_ordinal ? ordinal : 0)) << low_bits | low;
   }
 };
 

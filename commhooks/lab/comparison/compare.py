@@ -1,7 +1,7 @@
 """The comparison itself, see :func:`compare`."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.units import format_rate
 from commhooks.hook.spec import HookLike, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import (
-    Conditions,
-    Experiment,
-    ProgressCallback,
-    Setting,
-)
+from commhooks.lab.comparison.experiment import Conditions, Experiment, ProgressCallback, Setting
 from commhooks.lab.comparison.rank_side import load_training_function
 from commhooks.lab.comparison.result import (
     Comparison,
@@ -48,6 +43,7 @@ def compare(
     timeout: float = 600.0,
     measure_links: bool = True,
     device: Device | str | None = None,
+    wrapper: Mapping[str, Any] | None = None,
     ranks: LaunchedRanks | None = None,
     progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
@@ -74,6 +70,7 @@ def compare(
             most 53 at a time.
         measure_links: False to predict all links.
         device: "cpu" or "cuda"; None for CUDA where torch finds a device.
+        wrapper: options of the wrappers, such as ``{"find_unused_parameters": True}``.
         ranks: the ranks that torchrun started; all of them call this with the same arguments. Their
             own network is measured, nothing is predicted, and ``world_size`` and ``device`` are
             theirs. None starts processes on this machine.
@@ -95,7 +92,7 @@ def compare(
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
     links = tuple(dict.fromkeys(links))
     conditions = Conditions(
-        Workload(model, input, device=Device.choose(device)),
+        Workload(model, input, tuple((wrapper or {}).items()), device=Device.choose(device)),
         world_size,
         steps,
         links,

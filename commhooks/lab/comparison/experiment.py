@@ -8,8 +8,9 @@ their number is even, so that a machine that steadily becomes slower or faster f
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from commhooks.cluster import LaunchedRanks, RankCaller, Ranks
@@ -45,6 +46,7 @@ _ROUNDINGS = 100  # an error of up to this many units of precision counts as rou
 _LEAST, _MOST = 12, 50
 """Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""
 _VALIDATIONS = 10
+_MOST_SECONDS = 2e6  # the system waits for at most 2**31 milliseconds
 _LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the default of simulate
 
 ProgressCallback = Callable[[str, float, float], None]
@@ -69,8 +71,10 @@ class Conditions:
     progress: ProgressCallback = lambda *_: None
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ComparisonError(f"expected a time-out in seconds, found {self.timeout}")
+        if not 0 < self.timeout <= _MOST_SECONDS:
+            raise ComparisonError(
+                f"expected a time-out of at most {_MOST_SECONDS:.0f} s, found {self.timeout}"
+            )
         for what, number in (("steps", self.steps), ("training steps", self.train_steps)):
             if number < 1:
                 raise ComparisonError(f"{what}: expected at least 1, found {number}")
@@ -81,6 +85,9 @@ class Conditions:
         for rate in self.links:
             if not 0 < rate < math.inf:
                 raise ComparisonError(f"expected a rate in bits per second, found {rate}")
+        for name, count in Counter(map(format_rate, self.links)).items():
+            if count > 1:
+                raise ComparisonError(f"expected links of other rates, found {count} of {name}")
 
     def ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
         """Start ranks on this machine, over loopback or a link."""
@@ -130,12 +137,16 @@ class Setting:
         seconds, backward = zip(*(times for block in blocks for times in block.times), strict=True)
         steps = [len(block.times) for block in blocks]
         waited = [b.waited_seconds for b in blocks if b.waited_seconds is not None]
+        # A median would ignore what a hook sends in every eighth step.
+        is_uniform = all(block.is_uniform for block in blocks)
+        average = statistics.median if is_uniform else statistics.fmean
         return Figures(
-            step_seconds=statistics.median(seconds),
+            step_seconds=average(seconds),
             step_spread_seconds=_spread(seconds),
-            backward_seconds=statistics.median(backward),
-            exposed_seconds=statistics.median(
-                _median_step(block) - _median_step(other)
+            backward_seconds=average(backward),
+            exposed_seconds=average(
+                average(times.step for times in block.times)
+                - statistics.median(times.step for times in other.times)
                 for block, other in zip(blocks, bare, strict=False)  # an interrupt may leave one
             ),
             wire_bytes=statistics.fmean([block.wire_bytes for block in blocks], steps),
@@ -297,14 +308,18 @@ class Experiment:
                 steps = zip(*(block.times for block in by_rank), strict=True)
                 slowest = tuple(StepTimes(*map(max, zip(*step, strict=True))) for step in steps)
                 own = by_rank[0]
-                block = Block(slowest, own.wire_bytes, own.waited_seconds)
+                block = replace(own, times=slowest)
                 setting.blocks.setdefault(name, []).append(block)
             case "training":
                 if task.done == 0:
                     ranks.call(ComparedModel.begin_training, entry, self.conditions.train)
+                points = setting.training.setdefault(name, [])
+                seconds = points[-1].seconds if points else 0.0
                 for left in range(task.steps, 0, -1):
-                    point = ranks.call(ComparedModel.train, left == 1)[0]
-                setting.training.setdefault(name, []).append(point)
+                    steps_by_rank = ranks.call(ComparedModel.train, left == 1)
+                    seconds += max(own for own, _ in steps_by_rank)
+                point = replace(steps_by_rank[0][1], seconds=seconds)
+                points.append(point)
                 if entry != TORCH and not math.isfinite(point.validation_loss):
                     raise CommHookError(
                         f"training diverged: expected a finite validation loss, found "
@@ -349,7 +364,11 @@ class Experiment:
             rate = format_rate(pair.bits_per_second)
             self.notes.append(f"over loopback, rank 0 sends to rank 1 at {rate}")
         self.study = Study(
-            {name: found.of(config) for name, config in configs.items() if config in found},
+            {
+                name: found.of(config)
+                for name, config in configs.items()
+                if name not in self.unpredicted
+            },
             Network(size, _LINK, _LINK),
             found.gloo if on_gloo else NCCL(),
             cores=cores() / size if on_gloo else math.inf,
@@ -369,10 +388,6 @@ def _worst(by_rank: Sequence[FirstSteps]) -> FirstSteps:
     peaks = [first.peak_bytes for first in by_rank if first.peak_bytes is not None]
     worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
     return FirstSteps(worst, max(peaks, default=None), by_rank[0].wire_bytes)
-
-
-def _median_step(block: Block) -> float:
-    return statistics.median(times.step for times in block.times)
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from commhooks.cluster import CPU, Device, Ranks
 from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.costs.units import format_rate, parse_rate
 from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.options import check_option_names
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, HookSpec
 from commhooks.lab.comparison.compare import result_of
@@ -42,16 +43,23 @@ _BASELINES = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 class _BenchmarkSettings(Conditions):
     """Hooks are comparable if these are equal."""
 
-    link: str = LOOPBACK
     ranks_per_host: int = 1
 
+    @property
+    def link(self) -> str:
+        return format_rate(self.links[0]) if self.links else LOOPBACK
+
     def __str__(self) -> str:
+        assert isinstance(self.workload, _Workload)
+        module = self.workload.module[0]
+        made_by = filter(None, (self.workload.model, self.workload.input))
+        made = ", ".join(str(name).removeprefix(f"{module}:") for name in made_by)
         hosts = f", {self.ranks_per_host} on each host" if self.ranks_per_host > 1 else ""
         wrapper = "".join(f", {name}={value}" for name, value in self.workload.wrapper)
         wrapper += "" if self.workload.device == CPU else f", on {self.workload.device}"
         wrapper += "" if self.workload.set_to_none else ", gradients set to zero"
         return (
-            f"{self.workload.model}, {self.world_size} ranks{hosts}, {self.link}, "
+            f"{module}: {made}, {self.world_size} ranks{hosts}, {self.link}, "
             f"{self.steps} steps{wrapper}"
         )
 
@@ -70,19 +78,21 @@ class _Workload(Workload):
             assert spec is not None
             assert spec.loader is not None
             sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
+            try:
+                spec.loader.exec_module(sys.modules[name])
+            except BaseException:
+                del sys.modules[name]
+                raise
         return super().make_module()
 
 
 class _Group:
     """The hooks of a module in one place."""
 
-    def __init__(
-        self, place: _BenchmarkSettings, size: ModelSize, ranks: Ranks, rate: float | None
-    ) -> None:
+    def __init__(self, place: _BenchmarkSettings, size: ModelSize, ranks: Ranks) -> None:
         self._ranks = ranks
         self._experiment = Experiment(place, size, [])
-        self._setting = self._experiment.begin(place.link, ranks, rate)
+        self._setting = self._experiment.begin(place.link, ranks, *place.links)
         self.benchmarks: list[tuple[str, Any]] = []
         """The hooks that are timed, and what waits for their steps."""
         for entry in _BASELINES.values():
@@ -162,18 +172,15 @@ class ModuleBenchmarks:
         """Return the hooks in a place; skip the test if this machine cannot make the link."""
         if place not in self._groups:
             with ExitStack() as stack:
-                rate = link = None
-                if place.link != LOOPBACK:
-                    rate = parse_rate(place.link)
+                link = None
+                for rate in place.links:
+                    hosts = shaped_link(place.world_size, rate, ranks_per_host=place.ranks_per_host)
                     try:
-                        hosts = shaped_link(
-                            place.world_size, rate, ranks_per_host=place.ranks_per_host
-                        )
                         link = stack.enter_context(hosts)
                     except LinkError as error:
                         pytest.skip(str(error))
                 size = check_model(place.workload, place.world_size)
-                group = _Group(place, size, stack.enter_context(place.ranks(link)), rate)
+                group = _Group(place, size, stack.enter_context(place.ranks(link)))
                 self._groups[place] = group
                 self._open.push(stack.pop_all())
         return self._groups[place]
@@ -232,14 +239,14 @@ class HookBenchmarks:
         """
         chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
         device = Device.choose(chosen.pop("device", device))
-        if chosen["link"] != LOOPBACK:
-            chosen["link"] = format_rate(parse_rate(chosen["link"]))
+        link = chosen.pop("link")
+        links = () if link == LOOPBACK else (parse_rate(link),)
         shared = {"host_memory": True} if ranks_per_host > 1 else {}
         given = shared | dict(wrapper or {})
         options = tuple((name, _hashable(given[name])) for name in sorted(given))
         module = self.module.name, str(self.module.path)
         workload = _Workload(model, batch, options, set_to_none, device, module)
-        place = _BenchmarkSettings(workload, ranks_per_host=ranks_per_host, **chosen)
+        place = _BenchmarkSettings(workload, links=links, ranks_per_host=ranks_per_host, **chosen)
         entry = _entry(hook, hook_options)
         if entry.config is not None:
             check_kernels([HookSpec(entry.name, entry.config)], device)
@@ -269,6 +276,7 @@ def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
         case str() | Mapping() if options:
             hook = create(hook, **options)
         case type():
+            check_option_names(hook.name, hook, options)
             hook = hook(**options)
         case _ if options:
             raise refused

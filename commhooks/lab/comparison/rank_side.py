@@ -81,6 +81,8 @@ class Block:
     times: tuple[StepTimes, ...]
     wire_bytes: float
     waited_seconds: float | None
+    is_uniform: bool
+    """Whether all steps have sent as many bytes."""
 
 
 class EntryRun:
@@ -100,7 +102,7 @@ class EntryRun:
         self._model, self.handle = entry.wrap(module, init_sync=False, **dict(workload.wrapper))
         if self.handle is not None:
             self.handle.load_state_dict({**self.handle.state_dict(), "step": first_step})
-        self.begin_counting()
+        self.begin_waiting()
 
     def step(self) -> StepTimes:
         """Run one step, which all ranks begin together. The gradients stay until :meth:`clear`."""
@@ -129,31 +131,30 @@ class EntryRun:
         """Return the gradients of all trained parameters, with zeros for missing ones."""
         return [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
 
-    def begin_counting(self) -> None:
-        """Let :meth:`costs` count from here on."""
-        self._before = self._sums()
-
-    def costs(self) -> tuple[float, float | None]:
-        """Return the bytes sent and the seconds waited, per step since :meth:`begin_counting`."""
+    def sent_bytes(self, last: int) -> float:
+        """Return the mean per step of the last steps."""
         if self.handle is None:
             gradient_bytes = sum(parameter.nbytes for parameter in self._trained)
-            return self._entry.wire_bytes(gradient_bytes, dist.get_world_size()), None
-        steps, sent, waited = (
-            now - before for now, before in zip(self._sums(), self._before, strict=True)
-        )
-        is_known = self.handle.stats().total.exposed_seconds is not None
-        return sent / steps, waited / steps if is_known else None
+            return self._entry.wire_bytes(gradient_bytes, dist.get_world_size())
+        return self.handle.stats(last).total.wire_bytes or 0.0
 
-    def _sums(self) -> tuple[float, float, float]:
-        """Return steps, bytes and exposed seconds since the hook was registered.
+    def begin_waiting(self) -> None:
+        """Let :meth:`waited_seconds` count from here on."""
+        self._before = self._waited()
 
-        Zero for what is not known: seconds without the engine.
-        """
-        if self.handle is None:
-            return 0.0, 0.0, 0.0
-        stats = self.handle.stats()
-        sent, exposed = stats.total.wire_bytes or 0.0, stats.total.exposed_seconds or 0.0
-        return stats.steps, stats.steps * sent, stats.steps * exposed
+    def waited_seconds(self) -> float | None:
+        """Return the mean per step since :meth:`begin_waiting`, or None without the engine."""
+        if self._before is None or (now := self._waited()) is None:
+            return None
+        steps, seconds = (after - before for after, before in zip(now, self._before, strict=True))
+        return seconds / steps if steps > 0 else None  # buckets may have been rebuilt
+
+    def _waited(self) -> tuple[int, float] | None:
+        """Return the steps since the hook was registered, and the exposed seconds in them."""
+        stats = None if self.handle is None else self.handle.stats()
+        if stats is None or stats.total.exposed_seconds is None:
+            return None
+        return stats.steps, stats.steps * stats.total.exposed_seconds
 
 
 class TrainingError(CommHookError, ValueError):
@@ -181,12 +182,11 @@ class TrainingRun:
         self._path, self._entry, self._device = function, entry, workload.device
         module = workload.make_module()
         self._gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        model, self._handle = entry.wrap(module)
+        model, self._handle = entry.wrap(module, **dict(workload.wrapper))
         torch.manual_seed(_SEED + 1 + rank)
         self._steps = load_training_function(function)(model, rank, dist.get_world_size())
         self._validate: Callable[[], float] = lambda: math.nan
         self._count = 0
-        self._seconds = 0.0
 
     def step(self) -> float:
         """Run the next training step, which all ranks begin together; return its seconds."""
@@ -205,12 +205,11 @@ class TrainingRun:
                 f"{self._path!r}: expected it to yield a function without arguments that returns "
                 f"the validation loss, found {self._validate!r}"
             )
-        self._seconds += seconds
         self._count += 1
         return seconds
 
     def validate(self) -> TrainingPoint:
-        """Return the point after the last step; its loss is the mean over ranks."""
+        """Return the point after the last step, without seconds. Its loss is the ranks' mean."""
         with torch.no_grad():
             loss = self._device.put(torch.tensor(float(self._validate()), dtype=torch.float64))
         dist.all_reduce(loss)
@@ -218,7 +217,7 @@ class TrainingRun:
         sent: float = self._entry.wire_bytes(self._gradient_bytes, ranks)
         if self._handle is not None:
             sent = self._handle.stats().total.wire_bytes or 0.0
-        return TrainingPoint(self._count, self._seconds, self._count * sent, loss.item() / ranks)
+        return TrainingPoint(self._count, 0.0, self._count * sent, loss.item() / ranks)
 
 
 class ComparedModel:
@@ -254,25 +253,31 @@ class ComparedModel:
             for _ in range(_WARM_UP):
                 run.clear()
                 run.step()
-            return FirstSteps(error, peak.nbytes(), run.costs()[0])
+            return FirstSteps(error, peak.nbytes(), run.sent_bytes(1 + _WARM_UP))
 
     def time_block(self, entry: Entry, done: int, steps: int) -> Block:
         """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps."""
-        self._mean, times = [], list[StepTimes]()
+        self._mean, times, sent = [], list[StepTimes](), list[float]()
         with self.entry_run(entry, FIRST_STEP + done - _WARM_UP) as (run, _):
             for index in range(_WARM_UP + steps):
                 if index == _WARM_UP:
-                    run.begin_counting()
+                    run.begin_waiting()
                 times.append(run.step())
+                sent.append(run.sent_bytes(1))
                 run.clear()
-            return Block(tuple(times[_WARM_UP:]), *run.costs())
+            is_uniform = len({*sent[_WARM_UP:]}) == 1
+            waited = run.waited_seconds()
+            return Block(tuple(times[_WARM_UP:]), run.sent_bytes(steps), waited, is_uniform)
 
     def time_alone(self, steps: int) -> float | None:
         """Return the median step of the bare model while no other rank computes, on rank 0."""
         if self._rank > 0:
             return None
         with self.entry_run(BARE, FIRST_STEP) as (run, _):
-            times = [run.step_alone().step for _ in range(_WARM_UP + steps)]
+            times = []
+            for _ in range(_WARM_UP + steps):
+                times.append(run.step_alone().step)
+                run.clear()
         return statistics.median(times[_WARM_UP:])
 
     def begin_training(self, entry: Entry, function: str) -> None:
@@ -282,11 +287,11 @@ class ComparedModel:
         free_memory()
         self._run = TrainingRun(entry, self._workload, function, self._rank)
 
-    def train(self, validate: bool) -> TrainingPoint | None:
-        """Run one training step; return the loss after it if ``validate``."""
+    def train(self, validate: bool) -> tuple[float, TrainingPoint | None]:
+        """Run one training step; return its seconds, and the loss after it if ``validate``."""
         assert self._run is not None
-        self._run.step()
-        return self._run.validate() if validate else None
+        seconds = self._run.step()
+        return seconds, self._run.validate() if validate else None
 
     @contextmanager
     def entry_run(self, entry: Entry, first_step: int) -> Iterator[tuple[EntryRun, MemoryPeak]]:

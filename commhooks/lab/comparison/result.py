@@ -18,7 +18,8 @@ _EXACT = 1e-5  # a relative error that is only rounding, in float32
 _SLOW = 0.5  # of the rate of the fastest pair
 
 _EXPLANATIONS = {
-    "step": "forward and backward on the slowest rank; median ± distance between the quartiles.",
+    "step": "forward and backward on the slowest rank; median (mean if steps send unequal bytes) "
+    "± distance between the quartiles.",
     "of torch": "the step divided by that of torch DDP.",
     "exposed": "the time that averaging adds to a step of the bare model.",
     "loss": "validation loss after training here.",
@@ -53,13 +54,14 @@ class Figures:
     """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
 
     step_seconds: float
-    """Forward and backward; the median over steps."""
+    """Forward and backward; the median over steps, or the mean if they send unequal bytes."""
     step_spread_seconds: float | None = None
     """The distance between the quartiles over steps; None if not measured."""
     backward_seconds: float | None = None
-    """Backward; the median over steps; None if not measured."""
+    """Backward, as ``step_seconds``; None if not measured."""
     exposed_seconds: float
-    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
+    """The time that the entry adds to a step of the bare model; the median over blocks of steps, or
+    the mean if steps send unequal bytes."""
     waited_seconds: float | None = None
     """The mean time in which backward only waited for communication; None if not known."""
     wire_bytes: float
@@ -260,7 +262,7 @@ class Comparison:
         exact = [hook for hook, row in rows.items() if row.error is not None and row.error < _EXACT]
         losses = dict.fromkeys(exact, 0.0)
         losses |= {
-            hook: 100 * (row.validation_loss / plain - 1)
+            hook: 100 * (row.validation_loss - plain) / abs(plain)
             for hook, row in rows.items()
             if plain and row.validation_loss is not None
         }

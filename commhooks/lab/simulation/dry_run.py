@@ -18,9 +18,9 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -33,18 +33,11 @@ from commhooks.cluster import CPU, Device
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange, completed
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.costs.step_trace import (
-    BucketTrace,
-    Collective,
-    Members,
-    StepTrace,
-    merged_work,
-)
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace, merged_work
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook, Role
+from commhooks.hook.base import CommHook, ModelInfo, Role, prepare_all
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare
 from commhooks.hook.spec import HookSpec
 from commhooks.kernels import BACKENDS, require
 from reducer import GradBucket
@@ -60,90 +53,86 @@ _WINDOW, _MOST_KINDS = 1000, 8  # steps, and kinds of steps among them
 _LATE, _PERIODS = 100_000, 240  # steps after all warm-ups; a multiple of usual periods
 
 
-def dry_run(
-    config: Mapping[str, Any],
-    buckets: Sequence[GradBucket],
-    parameters: Mapping[str, Tensor],
-    roles: Mapping[str, Role] | None = None,
-    *,
-    size: int,
-    ranks_per_node: int = 1,
-    first_step: int = 1000,
-    is_timed: bool = True,
-    device: Device = CPU,
-) -> list[tuple[float, StepTrace]]:
-    """Trace the hook on all buckets, once for each kind of step, with the share of such steps.
+@dataclass(frozen=True)
+class DryRunner:
+    """Runs a hook alone on the ``buckets`` of one step, in order; their gradients do not change.
 
-    ``buckets`` are those of one step, in order; their gradients are not changed. The hook may write
-    to ``parameters``, which are given by name, as are their ``roles``. Seconds are the shortest of
-    a few runs, or zeros unless ``is_timed``; those of forward and backward are zeros. On a device
-    they are those of the host or of the device, whichever takes longer.
+    The hook may write to ``parameters``, which are given by name, as are their ``roles``. Typical
+    steps are those from ``first_step`` on. On a ``device``, seconds are those of the host or of the
+    device, whichever takes longer; None stands for zeros.
 
-    Raises CommHookError if the hook does not work with this model or with ``size`` ranks, or if it
-    fails in a fake group.
+    Its methods raise CommHookError if the hook does not work with this model or with so many ranks.
     """
-    with as_launched(ranks_per_node), torch.no_grad():
-        hook = create(config)
-        prepare(hook, parameters, fake_group(size), roles)
-        tracer = _Tracer(hook, size, ranks_per_node, device if is_timed else None)
-        kinds = _typical_steps(hook, buckets, size, first_step)
-        end = time.monotonic() + _SECONDS
-        for step in kinds:
-            tracer.step(buckets, step)  # warms up
-        delays = {step: tracer.delay(buckets, step) for step in kinds}
-        shares = dict(kinds)
-        for step, delay in delays.items():
-            if delay == 0:
-                continue
-            # A step that takes the result of an exchange and sends nothing seems to be quiet.
-            arrival = _sent_bytes(hook, buckets, size, step + delay)
-            like = next((k for k in kinds if _sent_bytes(hook, buckets, size, k) == arrival), step)
-            if like != step and shares[like] > kinds[step]:
-                shares[like] -= kinds[step]
-                shares[step + delay] = kinds[step]
-        runs: list[dict[int, list[BucketTrace]]] = []
-        fewest, most = (_FEWEST, _MOST) if is_timed else (1, 1)
-        while len(runs) < fewest or (len(runs) < most and time.monotonic() < end):
-            runs.append({step: tracer.step(buckets, step) for step in sorted(shares)})
-    del hook, tracer
-    gc.collect()  # its state may be as large as the model, and other sizes follow
-    found = []
-    for step, share in shares.items():
-        delay = delays.get(step, 0)
-        traces = []
-        for of_bucket in zip(*(run[step] for run in runs), strict=True):
-            # What a hook sends may depend on its state, which the last run has.
-            is_alike = len({trace.structure for trace in of_bucket}) == 1
-            fastest = merged_work(of_bucket[::-1], min) if is_alike else of_bucket[-1]
-            exchanges = tuple(replace(each, steps=delay) for each in fastest.exchanges)
-            traces.append(replace(fastest, exchanges=exchanges))
-        found.append((share, StepTrace(tuple(traces), 0.0, is_native=False)))
-    return found
 
+    config: Mapping[str, Any]
+    buckets: Sequence[GradBucket]
+    parameters: Mapping[str, Tensor]
+    roles: Mapping[str, Role] | None = None
+    ranks_per_node: int = 1
+    first_step: int = 1000
+    device: Device | None = CPU
 
-def stated_bytes(
-    config: Mapping[str, Any],
-    buckets: Sequence[GradBucket],
-    parameters: Mapping[str, Tensor],
-    roles: Mapping[str, Role] | None = None,
-    *,
-    size: int,
-    ranks_per_node: int = 1,
-    first_step: int = 1000,
-) -> float | None:
-    """Return the mean bytes per step by the cost formula of the hook; None if it has none.
+    @contextmanager
+    def _hook(self, size: int) -> Iterator[CommHook]:
+        """Make the hook in a fake group of ``size`` ranks."""
+        with as_launched(self.ranks_per_node), torch.no_grad():
+            hook = create(self.config)
+            prepare_all(hook, self.parameters, fake_group(size), ModelInfo(self.roles))
+            yield hook
 
-    Arguments as in :func:`dry_run`, and the mean is over the same steps.
-    """
-    with as_launched(ranks_per_node), torch.no_grad():
-        hook = create(config)
-        prepare(hook, parameters, fake_group(size), roles)
-        kinds = _typical_steps(hook, buckets, size, first_step)
-        sent = [(share, _sent_bytes(hook, buckets, size, step)) for step, share in kinds.items()]
-    known = [(share, n) for share, of_step in sent for n in of_step if n is not None]
-    if len(known) < len(sent) * len(buckets):
-        return None
-    return math.fsum(share * n for share, n in known)
+    def trace(self, size: int) -> list[tuple[float, StepTrace]]:
+        """Trace the hook once for each kind of step, with the share of such steps.
+
+        Seconds are the shortest of a few runs; those of forward and backward are zeros. Raises
+        CommHookError also if the hook fails in a fake group.
+        """
+        buckets = self.buckets
+        with self._hook(size) as hook:
+            tracer = _Tracer(hook, size, self.ranks_per_node, self.device)
+            kinds = _typical_steps(hook, buckets, size, self.first_step)
+            end = time.monotonic() + _SECONDS
+            for step in kinds:
+                tracer.step(buckets, step)  # warms up
+            delays = {step: tracer.delay(buckets, step) for step in kinds}
+            shares = dict(kinds)
+            for step, delay in delays.items():
+                if delay == 0:
+                    continue
+                # A step that takes the result of an exchange and sends nothing seems to be quiet.
+                arrival = _sent_bytes(hook, buckets, size, step + delay)
+                alike = (k for k in kinds if _sent_bytes(hook, buckets, size, k) == arrival)
+                like = next(alike, step)
+                if like != step and shares[like] > kinds[step]:
+                    shares[like] -= kinds[step]
+                    shares[step + delay] = kinds[step]
+            runs: list[dict[int, list[BucketTrace]]] = []
+            fewest, most = (_FEWEST, _MOST) if self.device else (1, 1)
+            while len(runs) < fewest or (len(runs) < most and time.monotonic() < end):
+                runs.append({step: tracer.step(buckets, step) for step in sorted(shares)})
+        del hook, tracer
+        gc.collect()  # its state may be as large as the model, and other sizes follow
+        found = []
+        for step, share in shares.items():
+            delay = delays.get(step, 0)
+            traces = []
+            for of_bucket in zip(*(run[step] for run in runs), strict=True):
+                # What a hook sends may depend on its state, which the last run has.
+                is_alike = len({trace.structure for trace in of_bucket}) == 1
+                fastest = merged_work(of_bucket[::-1], min) if is_alike else of_bucket[-1]
+                exchanges = tuple(replace(each, steps=delay) for each in fastest.exchanges)
+                traces.append(replace(fastest, exchanges=exchanges))
+            found.append((share, StepTrace(tuple(traces), 0.0, is_native=False)))
+        return found
+
+    def stated_bytes(self, size: int) -> float | None:
+        """Return the mean bytes per step by the cost formula of the hook; None if it has none."""
+        with self._hook(size) as hook:
+            kinds = _typical_steps(hook, self.buckets, size, self.first_step)
+            sent = [(p, _sent_bytes(hook, self.buckets, size, step)) for step, p in kinds.items()]
+        known = [(share, n) for share, of_step in sent for n in of_step if n is not None]
+        if len(known) < len(sent) * len(self.buckets):
+            return None
+        return math.fsum(share * n for share, n in known)
 
 
 class _Tracer:
@@ -195,6 +184,7 @@ class _Tracer:
         return BucketTrace(bucket.buffer().nbytes, 0.0, 0.0, local, collectives, exchanges)
 
     def _exchange(self, exchange: Exchange) -> BucketTrace:
+        assert exchange.run is not None
         local, collectives, result = self._run(exchange.run())
         exchange.future = completed(result)
         self._begun.append(exchange)
@@ -288,7 +278,7 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     steps = range(_LATE, _LATE + _PERIODS)
     try:
         hook = create(name)
-        prepare(hook, {"weight": matrix}, fake_group(size), {})
+        prepare_all(hook, {"weight": matrix}, fake_group(size), ModelInfo({}))
         sent = [_sent_bytes(hook, [bucket], size, step)[0] for step in steps]
     except Exception:  # other packages' hooks may raise anything
         return None
@@ -299,7 +289,7 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
 
 
 def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
-    """Raise CommHookError if hooks could not be registered for want of kernels on the device.
+    """Raise CommHookError if the kernels of a hook cannot run on the device.
 
     Registration is tried on tensors that stand for those of the device. Other reasons against a
     hook, which depend on the model, do not count.
@@ -311,7 +301,8 @@ def check_kernels(specs: Iterable[HookSpec], device: Device) -> None:
         for spec in specs:
             with patch.dict(BACKENDS, meta=BACKENDS[device.type]):
                 try:
-                    prepare(spec.create(), {"": torch.empty(1, device="meta")}, fake_group(2), None)
+                    tensors = {"": torch.empty(1, device="meta")}
+                    prepare_all(spec.create(), tensors, fake_group(2))
                 except CommHookError as error:
                     needing += [spec.text] * (str(missing) in str(error))
         if needing:

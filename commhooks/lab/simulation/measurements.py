@@ -6,11 +6,9 @@ and sizes need no new ones, and a machine that has the hardware can measure for 
 """
 
 import json
-import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +23,14 @@ from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns, complete, dry_run_sizes
 from commhooks.errors import CommHookError, reason_of
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, ModelInfo, prepare_all
 from commhooks.hook.options import from_json
 from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare, roles_of
+from commhooks.hook.roles import roles_of
 from commhooks.hook.spec import HookLike, config_of, hook_spec
-from commhooks.lab.machine import check_model, cores, free_memory
+from commhooks.lab.machine import check_model, cores, describe_machine, free_memory
 from commhooks.lab.models import ModelError, Workload
-from commhooks.lab.simulation.dry_run import (
-    as_launched,
-    check_kernels,
-    dry_run,
-    fake_group,
-    stated_bytes,
-)
+from commhooks.lab.simulation.dry_run import DryRunner, as_launched, check_kernels, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
@@ -69,7 +61,7 @@ class Measurements:
     ``reasons`` say why hooks are missing that cannot be simulated; they are not saved.
     """
 
-    machine: str
+    machine: Mapping[str, str | int]
     job: Job
     gloo: Gloo
     dry_runs: Mapping[str, DryRuns]
@@ -95,7 +87,9 @@ class Measurements:
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads."""
         data = asdict(replace(self, reasons={}))
-        path.write_text(json.dumps(data, indent=1))
+        beside = path.with_name(f"{path.name}.part")  # so that no failure loses the former file
+        beside.write_text(json.dumps(data, indent=1))
+        beside.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "Measurements":
@@ -148,8 +142,7 @@ def measure(
                 raise
             reasons[_hook_key(config)] = reason_of(error)
             ranks.restart()
-    machine = f"{platform.machine()}, {platform.system()}, torch {torch.__version__}"
-    return Measurements(machine, job, gloo, dry_runs, reasons)
+    return Measurements(describe_machine(job.device), job, gloo, dry_runs, reasons)
 
 
 class ProfiledModel:
@@ -180,14 +173,20 @@ class ProfiledModel:
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
             self.job.device.barrier(self._together)
-            step = profile(
-                self._model,
-                lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
-                key_of,
-                self.alone,
-                bucket_cap_mb=self.job.bucket_cap_mb,
-                device=self.job.device,
-            )
+            try:
+                step = profile(
+                    self._model,
+                    lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
+                    key_of,
+                    self.alone,
+                    device=self.job.device,
+                    bucket_cap_mb=self.job.bucket_cap_mb,
+                    **dict(self.job.wrapper),
+                )
+            except RuntimeError as error:
+                raise ModelError(
+                    f"model {self.job.model!r}: its steps fail: {reason_of(error)}"
+                ) from error
             self._profile = keys, step
         return self._profile[1]
 
@@ -198,7 +197,8 @@ class ProfiledModel:
         job = self.job
         hook = create(config)
         with as_launched(job.ranks_per_node):
-            prepare(hook, self.parameters, fake_group(min(sizes)), self.roles)
+            group = fake_group(min(sizes))
+            prepare_all(hook, self.parameters, group, ModelInfo(self.roles))
         step = self.profile(hook.bucket_key)
         is_native = create(config).native(self.alone) is not None
         job.device.barrier(self._together)
@@ -222,16 +222,12 @@ class ProfiledModel:
         names = {name for bucket in buckets for name in bucket.names}
         parameters = {name: p for name, p in self.parameters.items() if name in names}
         per_node = self.job.ranks_per_node
-        hook = (config, buckets, parameters, self.roles)
-        launch: dict[str, Any] = {"ranks_per_node": per_node, "first_step": self.job.first_step}
-        run = partial(dry_run, *hook, **launch, is_timed=is_timed, device=self.job.device)
-        runs = DryRuns({n: run(size=n) for n in dry_run_sizes(sizes, per_node)}, per_node)
-        return complete(
-            runs,
-            sizes,
-            lambda size: stated_bytes(*hook, **launch, size=size),
-            lambda size: run(size=size),
+        device = self.job.device if is_timed else None
+        runner = DryRunner(
+            config, buckets, parameters, self.roles, per_node, self.job.first_step, device
         )
+        runs = DryRuns({n: runner.trace(n) for n in dry_run_sizes(sizes, per_node)}, per_node)
+        return complete(runs, sizes, runner.stated_bytes, runner.trace)
 
 
 @dataclass

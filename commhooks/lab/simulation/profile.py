@@ -45,14 +45,15 @@ def profile(
     key_of: Callable[[str], Hashable],
     alone: dist.ProcessGroup,
     *,
-    bucket_cap_mb: float | None = None,
     device: Device = CPU,
+    **options: Any,
 ) -> StepProfile:
     """Run a few steps of a model on ``device`` in the group ``alone``, of one rank.
 
     ``forward`` maps the wrapped model to a loss. Only parameters with equal keys share a bucket.
+    ``options`` are those of the wrapper. Raises RuntimeError if a step leaves out a bucket.
     """
-    wrapped = wrap(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
+    wrapped = wrap(model, process_group=alone, **options)
     adapter = adapter_of(wrapped)
     recorder = _Recorder(model, device)
     adapter.install(recorder)
@@ -83,6 +84,11 @@ def _step(
     loss.backward()  # type: ignore[no-untyped-call]
     end = device.mark()
     device.synchronize()
+    if not recorder.launches:
+        raise RuntimeError(
+            "expected a gradient for each parameter, found some without; pass "
+            "find_unused_parameters=True if a step does not use them"
+        )
     moments, sizes = zip(*recorder.launches, strict=True)
     unpacking = device.seconds(moments[-1], end) / max(1, sum(sizes))  # per byte
     buckets = tuple(

@@ -34,8 +34,8 @@ void copy_flat(
     char* place = static_cast<char*>(flat.data_ptr()) + used * flat.itemsize();
     used += tensor.numel();
     TORCH_CHECK_VALUE(
-        tensor.is_non_overlapping_and_dense() && tensor.device() == flat.device() &&
-            used <= flat.numel(),
+        tensor.is_non_overlapping_and_dense() && !tensor.is_neg() &&
+            tensor.device() == flat.device() && used <= flat.numel(),
         "Expected dense tensors on ", flat.device(), " with at most ", flat.numel(),
         " elements in total, found shape ", tensor.sizes(), " with strides ", tensor.strides(),
         " on ", tensor.device(), ".");

@@ -1,4 +1,4 @@
-// Hooks written in Python. The reducer takes the GIL only here.
+// Hooks written in Python, which take the GIL.
 #pragma once
 
 #include "reducer/hook.h"

@@ -66,11 +66,15 @@ void await_after_backward(
 }
 
 void mean_of(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
+  TORCH_CHECK(
+      !tensors.empty() && out.is_contiguous() && out.is_cpu(),
+      "Expected at least one tensor, and a result that is contiguous and on the CPU.");
   std::vector<const void*> sources;
   for (const at::Tensor& tensor : tensors) {
     TORCH_CHECK(
-        tensor.is_contiguous() && tensor.numel() == out.numel() && tensor.dtype() == out.dtype(),
-        "Expected tensors that are contiguous, with the size and dtype of the result.");
+        tensor.is_contiguous() && tensor.is_cpu() && tensor.numel() == out.numel() &&
+            tensor.dtype() == out.dtype(),
+        "Expected contiguous tensors on the CPU, with the size and dtype of the result.");
     sources.push_back(tensor.const_data_ptr());
   }
   const double scale = 1.0 / static_cast<double>(tensors.size());
@@ -152,7 +156,8 @@ lacks what is needed. csrc/host/host_group.h describes the methods.)")
       .def(py::init(&HostGroup::create), release_gil())
       .def_property_readonly("address", &HostGroup::address)
       .def("connect", &HostGroup::connect, py::arg("addresses"), release_gil())
-      .def("check_room", &HostGroup::check_room, py::arg("shared"), py::arg("mapped"))
+      .def(
+          "check_room", &HostGroup::check_room, py::arg("shared"), py::arg("mapped"), release_gil())
       .def_property_readonly("ranks", &HostGroup::ranks)
       .def_static("of", &HostGroup::of, py::arg("tensor"))
       .def("allocate", &HostGroup::allocate, py::arg("numel"), py::arg("dtype"), release_gil())

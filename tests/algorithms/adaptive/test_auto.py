@@ -21,6 +21,7 @@ from commhooks.algorithms.adaptive.planner import AgreedState
 from commhooks.algorithms.wrappers.timing import HookTiming
 from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.costs.timeline import Timing
+from commhooks.hook.base import tree
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import GroupPlan, Plan
 from commhooks.testing.compare import disagreement, same_bits, through_file
@@ -49,6 +50,16 @@ def test_config_and_equality() -> None:
     assert hook != Auto(error=0.06, candidates=hook.candidates)
 
 
+def test_representation_has_the_plan_that_was_given() -> None:
+    hook = commhooks.create("guard", inner=Auto(plan=plan_of({"a": "bf16"})), max_error=0.1)
+    kinds = {type(each).__name__: type(each) for each in tree(hook)}
+    found = eval(repr(hook), kinds)
+    assert found.to_config() == hook.to_config()
+    made = Auto()
+    made.plan = plan_of({"a": "bf16"})
+    assert "plan=None" in repr(made)
+
+
 def test_a_fixed_plan_is_in_the_config(tmp_path: Any) -> None:
     plan = plan_of({"a": "int4", "b": "powersgd:rank=2", "c": "allreduce"})
     plan.save(tmp_path / "plan.json")
@@ -66,6 +77,7 @@ def test_a_fixed_plan_is_in_the_config(tmp_path: Any) -> None:
         ({"candidates": ["int8", "local_sgd"]}, r"'candidates\.1'.*not return the same"),
         ({"candidates": ["gossip"]}, r"'candidates\.0'.*not return the same on all ranks"),
         ({"candidates": [{"name": "skip_nonfinite"}]}, "skips steps"),
+        ({"candidates": ["int8", "powersgd:rank=0"]}, r"^candidates\.1: hook 'powersgd:rank=0'"),
         ({"error": {"name": "gossip"}}, "'error'.*not return the same"),
         ({"error": -0.1}, "'error'.*found -0.1 .*not >= 0"),
         ({"error": math.nan}, "'error'.*found nan .*not >= 0"),

@@ -307,8 +307,8 @@ class Delayed(commhooks.CommHook):
     ("hook", "problem"),
     [
         (Delayed(), "goes on with exchanges between steps"),
-        (commhooks.create("auto", candidates=["int4"]), "chooses hooks itself, in 'auto'"),
-        (commhooks.create("guard", inner="int4", max_error=0.1), "in 'guard'"),
+        (commhooks.create("auto", candidates=["int4"]), "chooses hooks itself"),
+        (commhooks.create("guard", inner="int4", max_error=0.1), "chooses hooks itself"),
         (commhooks.create("diloco", delay=1), "does not return the same on all ranks"),
     ],
 )

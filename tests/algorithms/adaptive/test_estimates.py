@@ -112,6 +112,14 @@ def test_a_sample_has_whole_parameters_or_evenly_spaced_rows() -> None:
     assert draw_sample(bucket, ["a", "b"], 50, turn=1).names == ["b"]
     rows = draw_sample(bucket, ["c"], 300, turn=5)
     assert torch.equal(rows.gradients()[0], gradients["c"][::4])
+    columns = draw_sample(bucket, ["a"], 2)  # less than a row
+    assert torch.equal(columns.gradients()[0], gradients["a"][::8, ::3])
+
+
+@pytest.mark.parametrize("shape", [(1, 4000), (4, 4000), (7, 300), (3000,), (2, 3, 500), (33, 31)])
+def test_a_sample_is_never_larger_than_its_limit(shape: tuple[int, ...]) -> None:
+    sample = draw_sample(bucket_of({"first": (1, 1), "p": shape}), ["p"], 1000)
+    assert 300 < sample.buffer().numel() <= 1000
 
 
 def test_a_sample_has_what_has_not_been_sent() -> None:

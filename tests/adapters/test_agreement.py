@@ -1,4 +1,4 @@
-"""check_agreement: one text on all ranks, or an error on all."""
+"""check_same: one text on all ranks, or an error on all."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from support.of_ranks import gathered
 
 import commhooks
-from commhooks.comm.agreement import check_agreement
+from commhooks.adapters.adapter import check_same
 from commhooks.errors import CommHookMismatchError
 
 
 def agree(rank: int, size: int, texts: list[str]) -> int | str:
     try:
-        return check_agreement(dist.group.WORLD, torch.device("cpu"), "color", texts[rank])
+        return check_same(dist.group.WORLD, torch.device("cpu"), "color", texts[rank])
     except CommHookMismatchError as error:
         return str(error)
 
