@@ -306,7 +306,8 @@ class RankProcess:
     def kill(self) -> None:
         """End the process and its children; return when it is gone."""
         if self.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         for file in (self._process.stdin, self.connection, self._stacks, self._log):
             if file is not None:

@@ -327,6 +327,16 @@ def test_a_rank_that_hangs_ends_when_its_input_is_closed(start: Any) -> None:
         rank.kill()
 
 
+def test_a_rank_that_ends_while_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RankProcess((), {}, keep_log=False)
+    assert rank.receive() is None  # ready
+    rank.send(Call(os._exit, (3,), {}, 600.0))
+    assert rank.exit_code() == 3
+    monkeypatch.setattr(rank, "is_alive", lambda: True)  # as it was just before
+    rank.kill()
+    assert rank.connection.closed
+
+
 @pytest.mark.exhaustive
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
