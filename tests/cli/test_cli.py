@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.links import needs_links
 
 import commhooks
-from commhooks.cluster.links import unavailable
 from commhooks.hook import registry
 
 pytest.importorskip("click")
@@ -317,7 +317,7 @@ def test_an_interrupt_before_anything_is_measured_ends_with_130(
 
 
 @pytest.mark.exhaustive  # tests/cluster has links after an interrupt, and ranks of a killed parent
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@needs_links
 @pytest.mark.usefixtures("_not_ignoring_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.links import needs_links
 
-from commhooks.cluster.links import LinkError, burst_bytes, shaped_link, unavailable
-
-needs_links = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+from commhooks.cluster.links import LinkError, burst_bytes, shaped_link
 
 
 def names(*command: str) -> set[str]:

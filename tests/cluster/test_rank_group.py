@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forking import fork_worker, start_worker
+from support.links import needs_links
 
 import commhooks.cluster.ranks
 from commhooks.cluster import RankError, Ranks
-from commhooks.cluster.links import shaped_link, unavailable
+from commhooks.cluster.links import shaped_link
 
 _kept: list[int] = []
 
@@ -95,7 +96,7 @@ def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
             assert not is_running(int(pid))
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@needs_links
 @pytest.mark.parametrize(
     "start", [fork_worker, pytest.param(start_worker, marks=pytest.mark.exhaustive)]
 )

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.links import needs_links
 
-from commhooks.cluster.links import shaped_link, unavailable
+from commhooks.cluster.links import shaped_link
 from commhooks.kernels import loader
 from commhooks.lab import doctor
 from commhooks.lab.doctor import Finding, Health
@@ -110,7 +111,7 @@ def show_network() -> None:
     print(find("Gloo network"))
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@needs_links
 @pytest.mark.parametrize(
     ("named", "words"),
     [
@@ -183,7 +184,7 @@ def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("C++ compiler").health is Health.BROKEN
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@needs_links
 def test_links_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("shaped links").health is Health.FINE
 

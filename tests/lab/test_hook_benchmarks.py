@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.links import needs_links
 
 from commhooks.cluster.links import unavailable
 
@@ -207,7 +208,7 @@ def test_a_hook_that_fails_later_is_an_error(session: tuple[str, dict[str, Any]]
     assert "ValueError: too early" in output
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@needs_links
 def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
     _, found = session
     over_link = found["test_over_a_link"]

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.links import needs_links
 from torch import nn
 
 import commhooks
 from commhooks.algorithms.adaptive import planner
 from commhooks.cluster import Ranks
-from commhooks.cluster.links import ShapedLink, burst_bytes, shaped_link, unavailable
+from commhooks.cluster.links import ShapedLink, burst_bytes, shaped_link
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    needs_links,
 ]
 
 WIDTH = 512
