@@ -175,11 +175,13 @@ def facts(courses: Courses, worst: Mapping[str, float]) -> dict[str, str]:
 
     ``worst``: by hook, the largest change of the loss on the published tasks.
     """
-    runs = courses.plain.row.runs
+    runs, deviations = courses.plain.row.runs, courses.deviations.values()
+    off = f"{percent(min(deviations))} to {percent(max(deviations))}" if deviations else _MISSING
     found = {
         "headline": headline(courses, worst),
         "trainings over links": table(courses),
         "real trainings": real_trainings(courses),
+        "real trainings, range": off,
         "language parameters": _parameters(),
         "language seeds": str(len(runs)),
         "language loss": f"{mean(run.loss for run in runs):.3f}",
