@@ -44,6 +44,7 @@ _SERVE = "from commhooks.cluster.worker import serve"
 _LOG_LINES = 30
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
 _CLEANUP_SECONDS = 10.0  # for the other ranks to return after one has raised
+_STACKS_SECONDS = 5.0  # for a signal handler to begin
 _PORT = 29500  # in the namespace of host 0, where no other process listens
 _PATIENCE = timedelta(hours=2)
 """A rank that has failed waits for peers, which wait for it until their own time-out."""
@@ -290,10 +291,17 @@ class RankProcess:
     def stacks(self) -> str:
         """Return the stacks of all threads of the process, now or when it crashed."""
         if self.is_alive():
+            before, deadline = self._stacks_bytes(), time.monotonic() + _STACKS_SECONDS
             self._process.send_signal(signal.SIGUSR1)
-            time.sleep(0.2)  # faulthandler writes in the signal handler, without the GIL
+            # faulthandler writes in the signal handler, without the GIL.
+            while self._stacks_bytes() == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)  # for the rest
         self._stacks.seek(0)
         return self._stacks.read().decode(errors="replace")
+
+    def _stacks_bytes(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
 
     def log(self) -> str:
         """Return the last lines of the output, if it was kept."""

@@ -1,14 +1,15 @@
 """Shaped links: hosts that reach each other at the rate, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.links import needs_links
+from support.processes import wait_until
 
 from commhooks.cluster.links import LinkError, burst_bytes, shaped_link
 
@@ -21,7 +22,7 @@ def names(*command: str) -> set[str]:
 def made_by(pid: int) -> set[str]:
     """Namespaces and interfaces of a process."""
     all_names = names("ip", "netns", "list") | names("ip", "-brief", "link")
-    return {name for name in all_names if name.startswith(f"ch{pid}")}
+    return {name for name in all_names if re.match(rf"ch{pid}[a-z]", name)}
 
 
 @needs_links
@@ -130,10 +131,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path, number: in
         assert made_by(victim.pid)
         victim.send_signal(number)
         victim.wait()
-    deadline = time.monotonic() + 30
-    while made_by(victim.pid):
-        assert time.monotonic() < deadline, made_by(victim.pid)
-        time.sleep(0.05)
+    wait_until(lambda: not made_by(victim.pid))
 
 
 @needs_links

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.forking import fork_worker, start_worker
 from support.links import needs_links
+from support.processes import is_running, wait_until
 
 import commhooks.cluster.ranks
 from commhooks.cluster import RankError, Ranks
@@ -93,7 +94,7 @@ def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
         ranks(child_and_sleep, str(tmp_path))
     for rank in "01":
         for pid in (tmp_path / rank).read_text().split():
-            assert not is_running(int(pid))
+            wait_until(lambda pid=int(pid): not is_running(pid))
 
 
 @needs_links
@@ -119,11 +120,3 @@ def test_ranks_do_not_use_a_host_name(tmp_path: Path) -> None:
     }
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
     assert list(temporary.iterdir()) == []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forking import can_fork, fork_worker, start_worker
+from support.processes import is_running, wait_until
 
 import commhooks
 import commhooks.cluster.ranks
@@ -181,7 +182,7 @@ def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
     assert os.getpid() not in templates
     for template in templates:
         os.kill(template, signal.SIGKILL)
-    _wait_until(lambda: not any(each.is_alive() for each in testing_ranks._pool._processes))
+    wait_until(lambda: not any(each.is_alive() for each in testing_ranks._pool._processes))
     with pytest.raises(RankError, match=r"died before this call"):
         run_ranks(add_ranks, 2, 0)
     run_ranks(add_ranks, 2, 0)
@@ -252,7 +253,7 @@ def test_function_that_cannot_be_pickled(run_ranks: Any) -> None:
 
 def test_timeout_shows_where_the_rank_is(run_ranks: Any) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2") as caught:
-        run_ranks(sleep_on_one_rank, timeout=5.0)
+        run_ranks(sleep_on_one_rank, timeout=10.0)
     assert "sleep_on_one_rank" in "\n".join(caught.value.__notes__)
     run_ranks(add_ranks, 2, 0)
 
@@ -271,7 +272,7 @@ def test_crash_shows_where_the_rank_was(run_ranks: Any) -> None:
 def test_death_between_calls(run_ranks: Any) -> None:
     pids = run_ranks(pid)
     os.kill(pids[1], signal.SIGKILL)
-    _wait_until(lambda: not testing_ranks._pool._processes[1].is_alive())
+    wait_until(lambda: not testing_ranks._pool._processes[1].is_alive())
     with pytest.raises(RankError, match=r"rank 1 of 2 died before this call with exit code -9"):
         run_ranks(add_ranks, 2, 0)
     run_ranks(add_ranks, 2, 0)
@@ -357,24 +358,7 @@ def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
-    _wait_until(lambda: not any(map(_is_running, pids)))
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{pid}/stat")
-    # A process that has ended stays a zombie where nobody collects orphans, as in a container.
-    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_a_rank_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,9 @@ def test_a_point_is_measured_once_and_shown(
     settings = point["settings"]
     assert settings.keys() == {"auto", "allreduce", "bf16", "int4"}
     assert 0 < settings["bf16"]["error"] < 0.01 < settings["int4"]["error"] < 1
-    # Over loopback it averages exactly, but for plans that what else runs here may bring about.
-    assert settings["auto"]["error"] <= settings["int4"]["error"]
+    # Over loopback it averages exactly, but for plans that what else runs here may bring about:
+    # these stay within the error of int4, in steps of their own.
+    assert settings["auto"]["error"] <= 1.2 * settings["int4"]["error"]
     text = "\n\n".join(results_page.section_of(path))
     assert "### tiny, 0.0 million parameters, 2 ranks, loopback" in text
     assert text.count("\n| ") == 1 + len(settings)

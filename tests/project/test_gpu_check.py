@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.dying_ranks import DyingRanks
+from support.processes import is_running, wait_until
 
 from bench.gpu import check, deaths, machine, page
 from bench.gpu.check import Stage, StageResult, run_stage
@@ -22,23 +22,13 @@ from bench.gpu.page import sections
 HANGS = ("sh", "-c", "sleep 600 & echo child $!; wait")  # it starts within milliseconds
 
 
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_stage_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    stage = Stage("hangs", HANGS, limit_seconds=2)
+    stage = Stage("hangs", HANGS, limit_seconds=5)
     result = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
     assert result.status == "timed out"
     assert result.is_bad
     child = int(result.last_line.split()[1])
-    for _ in range(100):
-        if not is_running(child):
-            return
-        time.sleep(0.05)
-    os.kill(child, 9)
-    raise AssertionError("the child was left behind")
+    wait_until(lambda: not is_running(child))
 
 
 def test_status_and_output(tmp_path: Path) -> None:
@@ -61,10 +51,10 @@ def test_what_a_machine_does_not_allow_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_check_that_takes_long_may_end_early(tmp_path: Path) -> None:
-    stage = Stage("slow", HANGS, limit_seconds=2, may_time_out=True)
-    result = run_stage(stage, 2, tmp_path / "log", tmp_path)
+    stage = Stage("slow", HANGS, limit_seconds=5, may_time_out=True)
+    result = run_stage(stage, 5, tmp_path / "log", tmp_path)
     assert result.status == "left out"
-    assert result.last_line.startswith("not finished after 2 s: child ")
+    assert result.last_line.startswith("not finished after 5 s: child ")
 
 
 TESTS = """

@@ -516,7 +516,7 @@ def late_after_a_failure(rank: int, world_size: int, views: bool) -> str:
         model.require_manual_backward_finalization = True
         last_gradient.register_hook(lambda _: stop_when_it_waits(processes[0]))
     else:
-        set_timeout(2)
+        set_timeout(5)
     try:
         model(1.0 + rank).backward()
         if rank == 1:
@@ -548,7 +548,7 @@ def stop_when_it_waits(process: int) -> None:
 def test_no_rank_returns_averages_of_a_peer_that_has_given_up(views: bool) -> None:
     """That peer drops its buckets, or packs its next gradients there."""
     first, second = run_ranks(late_after_a_failure, 2, views)
-    assert "Timed out waiting 2000 ms for rank 1" in first
+    assert "Timed out waiting 5000 ms for rank 1" in first
     assert re.match("finalize_backward: .*Connection closed by peer: rank 0", second)
 
 

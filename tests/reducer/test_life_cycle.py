@@ -9,6 +9,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
 from commhooks.testing import run_ranks
-from reducer import DistributedDataParallel
+from reducer import DistributedDataParallel, peers
 from reducer.mixed_precision import MixedPrecision
 
 WRAPPERS = (DistributedDataParallel, TorchDDP)
@@ -121,8 +122,8 @@ def test_a_copy_on_one_rank_needs_no_other(kind: type[nn.Module], hook: str | No
 
 
 def train_a_copy_alone(rank: int, world_size: int) -> None:
-    set_timeout(2.0)  # which the wrapper keeps
     model = DistributedDataParallel(Net())
+    set_timeout(2.0)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         try:
@@ -144,7 +145,10 @@ def train_a_copy_in_place_of_the_original(rank: int, world_size: int, steps_befo
     for _ in range(steps_before):
         model(torch.ones(1, 4)).sum().backward()
     set_timeout(2.0)
-    with pytest.raises(commhooks.CommHookPeerError) as error:
+    with (
+        pytest.raises(commhooks.CommHookPeerError) as error,
+        patch.multiple(peers, _GRACE_SECONDS=20.0, _STORE_SECONDS=25.0),  # until all have failed
+    ):
         (copy.deepcopy(model) if rank == 0 else model)(torch.ones(1, 4)).sum().backward()
     return str(error.value)
 

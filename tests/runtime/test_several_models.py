@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes import wait_until
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -319,13 +319,12 @@ def watching() -> int:
 
 
 def remove_before_the_first_step(rank: int, size: int) -> tuple[int, int]:
+    wait_until(lambda: not watching())  # threads of earlier tests
     model = commhooks.DistributedDataParallel(nn.Linear(6, 6))
     handle = commhooks.register(model, "int8")
     before = watching()
     handle.remove()
-    deadline = time.monotonic() + 5
-    while watching() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not watching())
     return before, watching()
 
 

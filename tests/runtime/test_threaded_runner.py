@@ -321,9 +321,11 @@ class FragilePowerSGD(PowerSGD):
     broken: bool = field(default=False, init=False, compare=False)
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        store = dist.distributed_c10d._get_default_store()
         if self.broken and comm.rank == 0:
-            time.sleep(0.1)  # so that rank 1 has failed by the time that the first bucket is done
+            store.wait(["rank 1 fails"])  # by the time that the first bucket is done
         if self.broken and comm.rank == 1 and bucket.index() == 1:
+            store.set("rank 1 fails", "")
             raise ValueError("broken")
         return await super().reduce(bucket, comm)
 

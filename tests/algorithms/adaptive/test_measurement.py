@@ -34,7 +34,7 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
         of = hook._measuring
         last = max(group.bucket for group in of._planner.groups)
         found.append((of._step, len(of._buckets) == last + 1 > 1))
-        time.sleep(0.4)
+        time.sleep(1.0)
         return await link.probe(*arguments)
 
     with ExitStack() as stack:
@@ -51,7 +51,7 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
         for report in reports:
             assert isinstance(report.probe, Probe)
             assert report.step.buckets
-            assert report.step.forward_seconds < 0.3  # without the probe
+            assert report.step.forward_seconds < 0.9  # without the probe
     return found
 
 

@@ -41,7 +41,7 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.recorded < Event.step, "the host waits for an event of the same step"
-        Event.synchronized += not self.query()
+        Event.synchronized += 1
         while not self.query():
             time.sleep(0.001)
 
