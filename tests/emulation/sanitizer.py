@@ -28,7 +28,7 @@ def run_sanitized(function: Callable[[], None]) -> str:
     }
     command = [sys.executable, "-m", __name__, function.__module__, function.__name__]
     run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=200
+        command, env=environment, capture_output=True, text=True, check=False, timeout=800
     )
     return "" if run.returncode == 0 else run.stderr or f"exit status {run.returncode}"
 

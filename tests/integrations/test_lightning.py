@@ -183,7 +183,7 @@ def trains_as_the_bare_loop(rank: int, size: int, folder: str) -> None:
 
 
 def test_trainer(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(trains_as_the_bare_loop, 2, str(tmp_path))
+    run_ranks(trains_as_the_bare_loop, 2, str(tmp_path), timeout=240)
 
 
 def resumes(rank: int, size: int, folder: str) -> None:
@@ -252,7 +252,7 @@ def function_keeps_its_state(rank: int, size: int, folder: str) -> None:
 
 
 def test_function_keeps_its_state(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(function_keeps_its_state, 2, str(tmp_path))
+    run_ranks(function_keeps_its_state, 2, str(tmp_path), timeout=240)
 
 
 def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
@@ -303,11 +303,11 @@ def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
 
 
 def test_model_parallel(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(sharded_model_resumes, 2, str(tmp_path))
+    run_ranks(sharded_model_resumes, 2, str(tmp_path), timeout=240)
 
 
 def test_resumed_runs_equal_an_unbroken_one(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(resumes, 2, str(tmp_path))
+    run_ranks(resumes, 2, str(tmp_path), timeout=240)
 
 
 def fabric_trains(rank: int, size: int, folder: str) -> None:
@@ -357,7 +357,7 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
 
 
 def test_fabric(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(fabric_trains, 2, str(tmp_path))
+    run_ranks(fabric_trains, 2, str(tmp_path), timeout=240)
 
 
 def wrong_use(rank: int, size: int, folder: str) -> None:
@@ -400,7 +400,7 @@ def wrong_use(rank: int, size: int, folder: str) -> None:
 
 
 def test_wrong_use(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(wrong_use, 2, str(tmp_path))
+    run_ranks(wrong_use, 2, str(tmp_path), timeout=240)
 
 
 def other_name(rank: int, size: int, folder: str) -> None:
@@ -417,7 +417,7 @@ def other_name(rank: int, size: int, folder: str) -> None:
 
 
 def test_pytorch_lightning(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(other_name, 2, str(tmp_path))
+    run_ranks(other_name, 2, str(tmp_path), timeout=240)
 
 
 def run_page(rank: int, size: int, page: str, folder: str) -> None:
@@ -432,4 +432,4 @@ def run_page(rank: int, size: int, page: str, folder: str) -> None:
 
 @pytest.mark.parametrize("page", ["lightning", "fabric"])
 def test_page(run_ranks: Any, page: str, tmp_path: Path) -> None:
-    run_ranks(run_page, 2, f"integrations/{page}.md", str(tmp_path))
+    run_ranks(run_page, 2, f"integrations/{page}.md", str(tmp_path), timeout=240)

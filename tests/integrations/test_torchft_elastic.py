@@ -95,7 +95,12 @@ def site(number: int, address: str, steps: int) -> Iterator[subprocess.Popen[str
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        pipesize=1 << 20,  # nobody reads while another site starts
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         timer = threading.Timer(TIMEOUT, process.kill)  # ends what is read from it
         timer.start()

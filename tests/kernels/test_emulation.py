@@ -100,10 +100,12 @@ def encode_and_decode() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_an_access_outside_a_tensor_is_found():
     assert "heap-buffer-overflow" in run_sanitized(read_beyond_the_end)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_codecs_access_nothing_outside_their_tensors():
     assert run_sanitized(encode_and_decode) == ""

@@ -210,5 +210,6 @@ def run_every_kernel() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_kernels_access_nothing_outside_of_their_tensors():
     assert run_sanitized(run_every_kernel) == ""

@@ -93,6 +93,7 @@ def collect(stage: Stage) -> tuple[int, str]:
 
 
 @pytest.mark.exhaustive  # collects the tests of each stage in another process
+@pytest.mark.timeout(900)
 def test_there_are_tests_for_every_stage() -> None:
     """With the options of the check, which configures pytest in a folder below the tests."""
     planned = check.stages()

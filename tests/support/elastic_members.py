@@ -50,7 +50,7 @@ def lighthouse() -> Iterator[str]:
         min_replicas=1,
         join_timeout_ms=10_000,
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=2_000,
+        heartbeat_timeout_ms=5_000,
     )
     try:
         yield server.address()

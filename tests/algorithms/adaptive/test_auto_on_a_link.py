@@ -16,6 +16,7 @@ from commhooks.cluster.links import ShapedLink, burst_bytes, shaped_link
 
 pytestmark = [
     pytest.mark.exhaustive,
+    pytest.mark.timeout(1200),
     needs_links,
 ]
 
