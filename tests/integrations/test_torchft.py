@@ -94,8 +94,10 @@ def check_steps(found: list[dict[str, Any]]) -> None:
             expected += sign * torch.stack([each.of_averages for each in errors]).sum(0)
         change = (members[0].before - steps[0][step + 1].before) / RATE
         # The averages of error_feedback's bf16 are rounded, and a member that is still receiving
-        # the model may leave some of int8's averages unsent.
-        assert (change - expected).norm() <= 0.004 * expected.norm() + 1e-5, step
+        # the model leaves its part of what int8 rounds off the averages unsent.
+        of_one = steps[0][step]
+        tolerance = 0.02 if of_one.size > of_one.participants else 0.004
+        assert (change - expected).norm() <= tolerance * expected.norm() + 1e-5, step
 
 
 @pytest.mark.parametrize(
