@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -336,6 +337,18 @@ def test_a_rank_that_ends_while_it_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rank, "is_alive", lambda: True)  # as it was just before
     rank.kill()
     assert rank.connection.closed
+
+
+def test_the_stacks_of_a_rank_that_gets_no_core_for_a_second() -> None:
+    rank = RankProcess((), {}, keep_log=False)
+    try:
+        assert rank.receive() is None  # ready
+        pid = rank._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        assert "in serve" in rank.stacks()
+    finally:
+        rank.kill()
 
 
 @pytest.mark.exhaustive
