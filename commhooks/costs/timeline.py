@@ -16,9 +16,9 @@ group run one after the other. A native hook has no thread and uses the process 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeAlias
 
 from commhooks.comm.issue_order import in_turn
 from commhooks.costs.backends import Backend
@@ -70,7 +70,7 @@ def replay(
     Appends what happened to ``intervals``, in the order of ends.
     """
     step = _Replay(trace, network, backend, cores, intervals)
-    _run(step.backward())
+    step.clock.go_on(step.backward())
     seconds = step.clock.run()
     slowdown = 1.0 / Resource(cores, limit=1.0, crowded=_CROWDED).speed()
     return Timing(
@@ -101,81 +101,77 @@ class Resource:
 
 
 @dataclass(eq=False)
-class _Use:
+class Use:
+    """``remaining`` units of a resource that a process needs."""
+
     resource: Resource
     remaining: float
-    then: Callable[[], None]
+
+
+class Gate:
+    """Lets processes pass in the order in which they come, as many as it is opened for."""
+
+    def __init__(self, free: int = 0) -> None:
+        self.free = free
+        self.waiting: deque[Process] = deque()
+
+
+Process: TypeAlias = Iterator[Sequence[Use] | Gate]
+"""Continues when all uses that it has yielded have ended, or when the gate lets it pass."""
 
 
 class EventClock:
-    """Advances from event to event until no use is left, and calls back when a use ends."""
+    """Runs processes, from event to event, until no use is left."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._uses: list[_Use] = []
+        self._uses: list[tuple[Use, list[Use], Process]] = []
         self._delay = Resource(limit=1.0)
 
-    def use(self, resource: Resource, amount: float, then: Callable[[], None]) -> None:
-        """Call ``then`` when ``amount`` units of ``resource`` have been used."""
-        resource.users += 1
-        self._uses.append(_Use(resource, amount, then))
+    def delay(self, seconds: float) -> list[Use]:
+        """Return what takes ``seconds``, independently of all resources."""
+        return [Use(self._delay, seconds)]
 
-    def wait(self, seconds: float, then: Callable[[], None]) -> None:
-        """Call ``then`` after ``seconds``, independently of all resources."""
-        self.use(self._delay, seconds, then)
+    def go_on(self, process: Process) -> None:
+        """Run a process to the next thing that it waits for."""
+        awaited = next(process, None)
+        if isinstance(awaited, Gate):
+            awaited.waiting.append(process)
+            self.open(awaited, 0)
+        elif awaited is not None:
+            left = list(awaited)
+            for use in awaited:
+                use.resource.users += 1
+                self._uses.append((use, left, process))
+
+    def open(self, gate: Gate, more: int = 1) -> None:
+        """Let ``more`` processes pass."""
+        gate.free += more
+        while gate.free and gate.waiting:
+            gate.free -= 1
+            self.go_on(gate.waiting.popleft())
 
     def run(self) -> float:
         """Run until no use is left, and return the time of the last event."""
         while self._uses:
             self.events += 1
-            pending = [use.remaining / use.resource.speed() for use in self._uses]
-            elapsed = min(pending)
-            for use in self._uses:
+            seconds = [use.remaining / use.resource.speed() for use, _, _ in self._uses]
+            elapsed = min(seconds)
+            for use, _, _ in self._uses:
                 use.remaining -= elapsed * use.resource.speed()
-            done = [
-                use for use, seconds in zip(self._uses, pending, strict=True) if seconds <= elapsed
+            ended = [
+                each for each, left in zip(self._uses, seconds, strict=True) if left <= elapsed
             ]
             self.now += elapsed
-            self._uses = [use for use in self._uses if use not in done]
-            for use in done:
+            self._uses = [each for each in self._uses if each not in ended]
+            for use, _, _ in ended:
                 use.resource.users -= 1
-            for use in done:
-                use.then()
+            for use, left, process in ended:
+                left.remove(use)
+                if not left:
+                    self.go_on(process)
         return self.now
-
-
-_Wait = Callable[[Callable[[], None]], None]
-"""Begins something, and calls its argument when that has ended."""
-_Process = Iterator[_Wait]
-"""Continues when the last thing that it has yielded has ended."""
-
-
-def _run(process: _Process) -> None:
-    wait = next(process, None)
-    if wait is not None:
-        wait(lambda: _run(process))
-
-
-class _Queue:
-    """Lets ``width`` processes in at once, in the order in which they come."""
-
-    def __init__(self, width: int) -> None:
-        self._free = width
-        self._waiting: deque[Callable[[], None]] = deque()
-
-    def enter(self, then: Callable[[], None]) -> None:
-        self._waiting.append(then)
-        self._next()
-
-    def leave(self) -> None:
-        self._free += 1
-        self._next()
-
-    def _next(self) -> None:
-        if self._free and self._waiting:
-            self._free -= 1
-            self._waiting.popleft()()
 
 
 @dataclass(eq=False)
@@ -186,24 +182,12 @@ class _Execution:
     index: int
     pending: Collective | None = None
     issued: dict[Members, int] = field(default_factory=dict)
-    is_finished: bool = False
-    on_completed: Callable[[], None] = lambda: None
-    on_finished: Callable[[], None] = lambda: None
+    sent: Gate = field(default_factory=Gate)  # opened when a collective has ended
+    end: Gate = field(default_factory=Gate)
 
     @property
     def completed(self) -> dict[Members, int]:
         return self.issued  # what is issued early queues in its group
-
-    def collective(self, then: Callable[[], None]) -> None:
-        """Wait for the collective that is pending."""
-        self.on_completed = then
-
-    def end(self, then: Callable[[], None]) -> None:
-        """Wait until the execution has finished."""
-        if self.is_finished:
-            then()
-        else:
-            self.on_finished = then
 
 
 class _Replay:
@@ -225,39 +209,40 @@ class _Replay:
         self._node_link = Resource(network.node_link.bytes_per_second)
         self._executions = [_Execution(bucket, i) for i, bucket in enumerate(trace.buckets)]
         self._launched: list[_Execution] = []  # unfinished, in bucket order
-        self._thread = _Queue(1)  # of the hook
-        self._groups: dict[tuple[Members, int | None], _Queue] = {}
+        self._thread = Gate(1)  # of the hook
+        self._groups: dict[tuple[Members, int | None], Gate] = {}
         self._has_stage_groups = backend.has_stage_groups and not trace.is_native
         self._has_sent = False
 
-    def backward(self) -> _Process:
+    def backward(self) -> Process:
         """Launch the hook bucket by bucket, then unpack averages in this order."""
         for execution in self._executions:
             yield from self._work("backward", execution, execution.trace.backward_seconds)
             self._launched.append(execution)
-            _run(self._hook(execution))
+            self.clock.go_on(self._hook(execution))
         for execution in self._executions:
             yield execution.end
             yield from self._work("unpack", execution, execution.trace.unpack_seconds)
 
-    def _hook(self, execution: _Execution) -> _Process:
-        trace = execution.trace
+    def _hook(self, execution: _Execution) -> Process:
+        trace, is_native = execution.trace, self._trace.is_native
         for seconds, awaited in zip(trace.local_seconds, (*trace.collectives, None), strict=True):
-            if self._trace.is_native:
-                yield partial(self.clock.use, self._cores, seconds)
+            if is_native:
+                yield [Use(self._cores, seconds)]
             else:
-                yield self._thread.enter
+                yield self._thread
                 yield from self._work("hook", execution, seconds)
             execution.pending = awaited or self._vote(execution)
-            if execution.pending is None:
+            has_finished = execution.pending is None
+            if has_finished:
                 self._finish(execution)
             self._give_turns()
-            if not self._trace.is_native:
-                self._thread.leave()
-            if not execution.is_finished:
-                yield execution.collective
-        if not execution.is_finished:  # it has voted
-            self._finish(execution)
+            if not is_native:
+                self.clock.open(self._thread)
+            if has_finished:
+                return
+            yield execution.sent
+        self._finish(execution)  # it has voted
 
     def _vote(self, execution: _Execution) -> Collective | None:
         """Return the vote of a step, see Note [All ranks or none] in step_scheduler.py."""
@@ -267,9 +252,8 @@ class _Replay:
         return Collective("vote", 0.0, Members(network.ranks_per_node, network.nodes > 1))
 
     def _finish(self, execution: _Execution) -> None:
-        execution.is_finished = True
         self._launched.remove(execution)
-        execution.on_finished()
+        self.clock.open(execution.end)
 
     def _give_turns(self) -> None:
         for execution in in_turn(list(self._launched)):
@@ -278,45 +262,32 @@ class _Replay:
             self._has_sent = True
             stage = execution.issued.get(collective.members, 0)
             execution.issued[collective.members] = stage + 1
-            _run(self._execute(execution, collective, stage))
+            self.clock.go_on(self._execute(execution, collective, stage))
 
-    def _execute(self, execution: _Execution, collective: Collective, stage: int) -> _Process:
+    def _execute(self, execution: _Execution, collective: Collective, stage: int) -> Process:
         """Wait for the latency, then use the links and the cores at the same time."""
         has_stages = self._has_stage_groups  # each of which executes one collective at a time
         key = collective.members, stage if has_stages else None
-        width = 1 if has_stages else self._backend.concurrent
-        group = self._groups.setdefault(key, _Queue(width))
+        group = self._groups.setdefault(key, Gate(1 if has_stages else self._backend.concurrent))
         cost = self._backend.cost(collective, self._network)
+        yield group
+        start = self.clock.now
+        yield self.clock.delay(cost.latency_seconds)
         uses = [
-            (self._link, cost.link_bytes),
-            (self._node_link, cost.node_bytes),
-            (self._cores, cost.cpu_seconds),
+            Use(self._link, cost.link_bytes),
+            Use(self._node_link, cost.node_bytes),
+            Use(self._cores, cost.cpu_seconds),
         ]
-        uses = [(resource, amount) for resource, amount in uses if amount > 0]
-        yield group.enter
-        start = self.clock.now
-        yield partial(self.clock.wait, cost.latency_seconds)
+        uses = [use for use in uses if use.remaining > 0]
         if uses:
-            yield partial(self._use_all, uses)
+            yield uses
         self._record(collective.operation, execution, start)
-        group.leave()
-        execution.on_completed()
+        self.clock.open(group)
+        self.clock.open(execution.sent)
 
-    def _use_all(self, uses: list[tuple[Resource, float]], then: Callable[[], None]) -> None:
-        left = len(uses)
-
-        def done() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                then()
-
-        for resource, amount in uses:
-            self.clock.use(resource, amount, done)
-
-    def _work(self, work: str, execution: _Execution, seconds: float) -> _Process:
+    def _work(self, work: str, execution: _Execution, seconds: float) -> Process:
         start = self.clock.now
-        yield partial(self.clock.use, self._cores, seconds)
+        yield [Use(self._cores, seconds)]
         self._record(work, execution, start)
 
     def _record(self, work: str, execution: _Execution, start: float) -> None:

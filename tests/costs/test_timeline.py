@@ -7,7 +7,16 @@ import pytest
 from commhooks.costs.backends import Cost
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.costs.timeline import EventClock, Interval, Resource, Timing, replay
+from commhooks.costs.timeline import (
+    EventClock,
+    Gate,
+    Interval,
+    Process,
+    Resource,
+    Timing,
+    Use,
+    replay,
+)
 
 ALL = Members(1, spans_nodes=True)
 LINK = Link(800.0, payload_share=1.0)
@@ -177,44 +186,72 @@ def test_spans_are_what_happened_when():
     assert timing == replay(trace, Network(2, LINK, LINK), Plain(), 9.0)
 
 
+def use(clock: EventClock, resource: Resource, amount: float, ends: list[float]) -> Process:
+    """Note the time at which ``amount`` units of ``resource`` have been used."""
+    yield [Use(resource, amount)]
+    ends.append(clock.now)
+
+
+def run(clock: EventClock, *processes: Process) -> float:
+    for process in processes:
+        clock.go_on(process)
+    return clock.run()
+
+
 def test_users_share_a_resource_equally_until_others_leave():
-    clock, link = EventClock(), Resource(capacity=10.0)
-    ends = {}
-    clock.use(link, 10.0, lambda: ends.setdefault("short", clock.now))
-    clock.use(link, 30.0, lambda: ends.setdefault("long", clock.now))
+    clock, link, short, long = EventClock(), Resource(capacity=10.0), [], []
     # Both at 5 per second until the short one ends; the long one then has 20 left, at 10.
-    assert clock.run() == pytest.approx(4.0)
-    assert ends == pytest.approx({"short": 2.0, "long": 4.0})
+    assert run(clock, use(clock, link, 10.0, short), use(clock, link, 30.0, long)) == 4.0
+    assert (short, long) == ([2.0], [4.0])
 
 
 def test_one_user_gets_no_more_than_the_limit():
     clock = EventClock()
-    clock.use(Resource(capacity=8.0, limit=1.0), 3.0, lambda: None)
-    assert clock.run() == pytest.approx(3.0)
+    assert run(clock, use(clock, Resource(capacity=8.0, limit=1.0), 3.0, [])) == 3.0
 
 
 def test_crowded_users_lose_some_of_the_capacity():
-    clock, core = EventClock(), Resource(capacity=1.0, limit=1.0, crowded=0.8)
-    ends = []
-    clock.use(core, 2.0, lambda: ends.append(clock.now))
-    clock.use(core, 3.0, lambda: ends.append(clock.now))
-    # Two at 0.4 per second, then one at 1.
-    clock.run()
-    assert ends == pytest.approx([5.0, 6.0])
+    clock, core, ends = EventClock(), Resource(capacity=1.0, limit=1.0, crowded=0.8), []
+    run(clock, use(clock, core, 2.0, ends), use(clock, core, 3.0, ends))
+    assert ends == pytest.approx([5.0, 6.0])  # two at 0.4 per second, then one at 1
 
 
 def test_a_later_use_shares_from_its_start():
-    clock, core = EventClock(), Resource(capacity=1.0)
-    ends = []
-    clock.use(core, 2.0, lambda: ends.append(clock.now))
-    clock.wait(1.0, lambda: clock.use(core, 2.0, lambda: ends.append(clock.now)))
-    clock.run()
-    assert ends == pytest.approx([3.0, 4.0])
+    clock, core, ends = EventClock(), Resource(capacity=1.0), []
+
+    def later() -> Process:
+        yield clock.delay(1.0)
+        yield from use(clock, core, 2.0, ends)
+
+    run(clock, use(clock, core, 2.0, ends), later())
+    assert ends == [3.0, 4.0]
+
+
+def test_several_uses_end_with_the_last_one():
+    clock, ends = EventClock(), []
+
+    def both() -> Process:
+        yield [Use(Resource(capacity=1.0), 1.0), Use(Resource(capacity=1.0), 3.0)]
+        ends.append(clock.now)
+
+    run(clock, both())
+    assert ends == [3.0]
+
+
+def test_a_gate_lets_processes_pass_in_the_order_in_which_they_come():
+    clock, gate, passed = EventClock(), Gate(1), []
+
+    def through(name: str) -> Process:
+        yield gate
+        passed.append((name, clock.now))
+        yield clock.delay(2.0)
+        clock.open(gate)
+
+    run(clock, *map(through, "abc"))
+    assert passed == [("a", 0.0), ("b", 2.0), ("c", 4.0)]
 
 
 def test_nothing_to_do_takes_no_time():
-    clock = EventClock()
-    done = []
-    clock.use(Resource(capacity=1.0), 0.0, lambda: done.append(True))
-    assert clock.run() == 0.0
-    assert done == [True]
+    clock, ends = EventClock(), []
+    assert run(clock, use(clock, Resource(capacity=1.0), 0.0, ends)) == 0.0
+    assert ends == [0.0]
