@@ -129,7 +129,7 @@ def test_steps_that_send_unequal_bytes_count_by_their_mean() -> None:
         ("local_sgd", periodic, False),
     ):
         times = tuple(StepTimes(each, each / 2) for each in seconds)
-        setting.blocks[name] = [Block(times, 8.0, None, is_uniform)] * 2
+        setting.blocks[name] = [Block(times, 8.0, is_uniform)] * 2
     found = {name: setting.figures(name) for name in setting.blocks}
     assert found["int8"] is not None
     assert found["int8"].step_seconds == 1.0

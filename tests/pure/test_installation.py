@@ -101,4 +101,4 @@ def test_compare(tmp_path: Path) -> None:
     hooks = ("--hooks", "int8", "--steps", "2", "--json", file)
     assert "int8" in command("-m", "commhooks", "compare", *given, *hooks)
     rows = json.loads(Path(file).read_text())["rows"]
-    assert {row["waited_seconds"] for row in rows} == {None}  # only the engine measures it
+    assert "int8" in {row["hook"] for row in rows}

@@ -23,7 +23,6 @@ def make_comparison() -> Comparison:
                     step_spread_seconds=0.01,
                     to_torch=seconds / (0.1 + 100e6 * 8 / (rate or 50e9)),
                     exposed_seconds=seconds - 0.1,
-                    waited_seconds=None,
                     floor_seconds=None,
                     predicted_seconds=None,
                     gradient_bytes=100_000_000,

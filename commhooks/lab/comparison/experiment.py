@@ -136,7 +136,6 @@ class Setting:
             return None
         seconds, backward = zip(*(times for block in blocks for times in block.times), strict=True)
         steps = [len(block.times) for block in blocks]
-        waited = [b.waited_seconds for b in blocks if b.waited_seconds is not None]
         # A median would ignore what a hook sends in every eighth step.
         is_uniform = all(block.is_uniform for block in blocks)
         average = statistics.median if is_uniform else statistics.fmean
@@ -150,7 +149,6 @@ class Setting:
                 for block, other in zip(blocks, bare, strict=False)  # an interrupt may leave one
             ),
             wire_bytes=statistics.fmean([block.wire_bytes for block in blocks], steps),
-            waited_seconds=statistics.fmean(waited, steps) if waited else None,
         )
 
 

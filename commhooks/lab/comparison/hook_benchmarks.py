@@ -133,7 +133,6 @@ class _Group:
                 backward_seconds={n: f.backward_seconds for n, f in figures.items() if f},
                 ratio_to_torch=row.to_torch,
                 exposed_seconds=row.exposed_seconds,
-                waited_seconds=row.waited_seconds,
                 floor_seconds=row.floor_seconds,
                 gradient_bytes=row.gradient_bytes,
                 wire_bytes=row.wire_bytes,

@@ -76,11 +76,10 @@ class FirstSteps:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive timed steps of an entry. Bytes and waiting are means per step on one rank."""
+    """Consecutive timed steps of an entry. Bytes are the mean per step on one rank."""
 
     times: tuple[StepTimes, ...]
     wire_bytes: float
-    waited_seconds: float | None
     is_uniform: bool
     """Whether all steps have sent as many bytes."""
 
@@ -102,7 +101,6 @@ class EntryRun:
         self._model, self.handle = entry.wrap(module, init_sync=False, **dict(workload.wrapper))
         if self.handle is not None:
             self.handle.load_state_dict({**self.handle.state_dict(), "step": first_step})
-        self.begin_waiting()
 
     def step(self) -> StepTimes:
         """Run one step, which all ranks begin together. The gradients stay until :meth:`clear`."""
@@ -137,24 +135,6 @@ class EntryRun:
             gradient_bytes = sum(parameter.nbytes for parameter in self._trained)
             return self._entry.wire_bytes(gradient_bytes, dist.get_world_size())
         return self.handle.stats(last).total.wire_bytes or 0.0
-
-    def begin_waiting(self) -> None:
-        """Let :meth:`waited_seconds` count from here on."""
-        self._before = self._waited()
-
-    def waited_seconds(self) -> float | None:
-        """Return the mean per step since :meth:`begin_waiting`, or None without the engine."""
-        if self._before is None or (now := self._waited()) is None:
-            return None
-        steps, seconds = (after - before for after, before in zip(now, self._before, strict=True))
-        return seconds / steps if steps > 0 else None  # buckets may have been rebuilt
-
-    def _waited(self) -> tuple[int, float] | None:
-        """Return the steps since the hook was registered, and the exposed seconds in them."""
-        stats = None if self.handle is None else self.handle.stats()
-        if stats is None or stats.total.exposed_seconds is None:
-            return None
-        return stats.steps, stats.steps * stats.total.exposed_seconds
 
 
 class TrainingError(CommHookError, ValueError):
@@ -259,15 +239,12 @@ class ComparedModel:
         """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps."""
         self._mean, times, sent = [], list[StepTimes](), list[float]()
         with self.entry_run(entry, FIRST_STEP + done - _WARM_UP) as (run, _):
-            for index in range(_WARM_UP + steps):
-                if index == _WARM_UP:
-                    run.begin_waiting()
+            for _ in range(_WARM_UP + steps):
                 times.append(run.step())
                 sent.append(run.sent_bytes(1))
                 run.clear()
             is_uniform = len({*sent[_WARM_UP:]}) == 1
-            waited = run.waited_seconds()
-            return Block(tuple(times[_WARM_UP:]), run.sent_bytes(steps), waited, is_uniform)
+            return Block(tuple(times[_WARM_UP:]), run.sent_bytes(steps), is_uniform)
 
     def time_alone(self, steps: int) -> float | None:
         """Return the median step of the bare model while no other rank computes, on rank 0."""

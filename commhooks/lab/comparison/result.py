@@ -62,8 +62,6 @@ class Figures:
     exposed_seconds: float
     """The time that the entry adds to a step of the bare model; the median over blocks of steps, or
     the mean if steps send unequal bytes."""
-    waited_seconds: float | None = None
-    """The mean time in which backward only waited for communication; None if not known."""
     wire_bytes: float
     """The mean per step."""
 
