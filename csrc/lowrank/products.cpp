@@ -19,6 +19,9 @@ using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 constexpr int64_t kRows = 4;
 // Factors that are handled together: kRows * kFactors sums stay in registers.
 constexpr int64_t kFactors = 4;
+// Elements of a panel: columns of the right factors that stay in the first-level cache for all
+// rows.
+constexpr int64_t kPanelElements = 1 << 12;
 constexpr int64_t kGrainElements = 1 << 15;
 
 // One matrix. `error` may be null.
@@ -62,28 +65,32 @@ COMMHOOKS_INLINE float sum(const Lanes& lanes) {
   return total;
 }
 
-// Calls `body` with the number of rows and of factors as constants, for blocks of at most kRows
-// rows of [begin, end) and at most kFactors factors of [0, rank). Rows are the outer loop: their
-// elements are in the first-level cache for the next block of factors.
+// Calls `body` with the number of rows as a constant, for blocks of at most kRows rows of
+// [begin, end).
+template <typename Body>
+COMMHOOKS_INLINE void for_rows(int64_t begin, int64_t end, const Body& body) {
+  int64_t row = begin;
+  for (; row + kRows <= end; row += kRows) {
+    body.template operator()<kRows>(row);
+  }
+  for (; row < end; ++row) {
+    body.template operator()<1>(row);
+  }
+}
+
+// The same for blocks of at most kRows rows and at most kFactors factors of [0, rank). Rows are the
+// outer loop: their elements are in the first-level cache for the next block of factors.
 template <typename Body>
 COMMHOOKS_INLINE void for_blocks(int64_t begin, int64_t end, int64_t rank, const Body& body) {
-  for (int64_t row = begin; row < end;) {
-    const bool all_rows = row + kRows <= end;
-    for (int64_t factor = 0; factor < rank;) {
-      const bool all_factors = factor + kFactors <= rank;
-      if (all_rows && all_factors) {
-        body.template operator()<kRows, kFactors>(row, factor);
-      } else if (all_rows) {
-        body.template operator()<kRows, 1>(row, factor);
-      } else if (all_factors) {
-        body.template operator()<1, kFactors>(row, factor);
-      } else {
-        body.template operator()<1, 1>(row, factor);
-      }
-      factor += all_factors ? kFactors : 1;
+  for_rows(begin, end, [&]<int64_t rows>(int64_t row) COMMHOOKS_ALWAYS_INLINE {
+    int64_t factor = 0;
+    for (; factor + kFactors <= rank; factor += kFactors) {
+      body.template operator()<rows, kFactors>(row, factor);
     }
-    row += all_rows ? kRows : 1;
-  }
+    for (; factor < rank; ++factor) {
+      body.template operator()<rows, 1>(row, factor);
+    }
+  });
 }
 
 COMMHOOKS_INLINE void project_left_rows(
@@ -144,6 +151,8 @@ COMMHOOKS_INLINE void project_right_columns(
       });
 }
 
+// `known_rank`: 0, or the rank of the matrices, for which the compiler then has the loops unrolled.
+template <int64_t known_rank>
 COMMHOOKS_INLINE void apply_rows(
     const Matrix& matrix,
     const float* own_left,
@@ -153,41 +162,39 @@ COMMHOOKS_INLINE void apply_rows(
     int64_t begin,
     int64_t end) {
   const int64_t columns = matrix.columns;
-  const int64_t rank = matrix.rank;
-  for_blocks(
-      begin, end, rank,
-      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor) COMMHOOKS_ALWAYS_INLINE {
-        const bool first = factor == 0;  // later blocks of factors add to it
-        for (int64_t column = 0; column < columns; column += kLanes) {
-          const int64_t count = columns - column;
-          Lanes error[rows] = {};
-          Lanes result[rows] = {};
+  const int64_t rank = known_rank > 0 ? known_rank : matrix.rank;
+  const int64_t panel = std::max<int64_t>(1, kPanelElements / (kLanes * rank)) * kLanes;
+  for (int64_t left = 0; left < columns; left += panel) {
+    const int64_t right = std::min(columns, left + panel);
+    for_rows(begin, end, [&]<int64_t rows>(int64_t row) COMMHOOKS_ALWAYS_INLINE {
+      for (int64_t column = left; column < right; column += kLanes) {
+        const int64_t count = right - column;
+        Lanes error[rows] = {};
+        Lanes result[rows] = {};
+        if (matrix.error != nullptr) {
           for (int64_t i = 0; i < rows; ++i) {
-            const int64_t at = (row + i) * columns + column;
-            if (matrix.error != nullptr) {
-              error[i] = first ? load_sum(matrix, at, count) : load(matrix.error + at, count);
-            }
-            if (!first) {
-              result[i] = load(matrix.gradient + at, count);
-            }
-          }
-          for (int64_t f = 0; f < factors; ++f) {
-            const Lanes own = load(own_right + (factor + f) * columns + column, count);
-            const Lanes mean = load(mean_right + (factor + f) * columns + column, count);
-            for (int64_t i = 0; i < rows; ++i) {
-              error[i] -= own_left[(row + i) * rank + factor + f] * own;
-              result[i] += mean_left[(row + i) * rank + factor + f] * mean;
-            }
-          }
-          for (int64_t i = 0; i < rows; ++i) {
-            const int64_t at = (row + i) * columns + column;
-            if (matrix.error != nullptr) {
-              store(matrix.error + at, error[i], count);
-            }
-            store(matrix.gradient + at, result[i], count);
+            error[i] = load_sum(matrix, (row + i) * columns + column, count);
           }
         }
-      });
+#pragma GCC unroll 4
+        for (int64_t f = 0; f < rank; ++f) {
+          const Lanes own = load(own_right + f * columns + column, count);
+          const Lanes mean = load(mean_right + f * columns + column, count);
+          for (int64_t i = 0; i < rows; ++i) {
+            error[i] -= own_left[(row + i) * rank + f] * own;
+            result[i] += mean_left[(row + i) * rank + f] * mean;
+          }
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+          const int64_t at = (row + i) * columns + column;
+          if (matrix.error != nullptr) {
+            store(matrix.error + at, error[i], count);
+          }
+          store(matrix.gradient + at, result[i], count);
+        }
+      }
+    });
+  }
 }
 
 struct Batch {
@@ -323,9 +330,12 @@ void apply_factors(
   const float* const mean_Q = mean_right.data_ptr<float>();
   batch.in_parallel(batch.rows, kRows, [&](int64_t index, int64_t begin, int64_t end) {
     on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
-      apply_rows(
-          batch[index], P + index * left_size, Q + index * right_size, mean_P + index * left_size,
-          mean_Q + index * right_size, begin, end);
+      const auto apply = [&]<int64_t known_rank>() COMMHOOKS_ALWAYS_INLINE {
+        apply_rows<known_rank>(
+            batch[index], P + index * left_size, Q + index * right_size, mean_P + index * left_size,
+            mean_Q + index * right_size, begin, end);
+      };
+      batch.rank == 4 ? apply.template operator()<4>() : apply.template operator()<0>();
     });
   });
 }
