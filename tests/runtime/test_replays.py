@@ -103,9 +103,22 @@ class Counting(commhooks.CommHook):
         return result * (2.0 if self.reads and result[0].item() > 1e9 else 1.0)
 
 
-def bucket_in(memory: Tensor, step: int) -> commhooks.GradBucket:
+@dataclass
+class Numbering(Counting):
+    """Keeps the step and the index of each bucket."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen: list[tuple[int, int]] = []
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.seen.append((bucket.step, bucket.index()))
+        return await super().reduce(bucket, comm)
+
+
+def bucket_in(memory: Tensor, step: int, index: int = 0) -> commhooks.GradBucket:
     parameter = torch.nn.Parameter(torch.zeros_like(memory))
-    return commhooks.GradBucket(memory, [parameter], ["p"], step=step)
+    return commhooks.GradBucket(memory, [parameter], [f"p{index}"], index=index, step=step)
 
 
 def moves_memory(rank: int, size: int) -> tuple[int, int]:
@@ -124,6 +137,26 @@ def moves_memory(rank: int, size: int) -> tuple[int, int]:
 def test_memory_that_moves_is_not_captured_for_ever(run_ranks: Any) -> None:
     # In three groups of four steps, two of each are replays; the second run is captured.
     assert run_ranks(moves_memory, 2) == 2 * [(3, 40 - 3 * 2)]
+
+
+def routes_beside_replays(rank: int, size: int) -> list[tuple[int, int]]:
+    """The memory of bucket 1 changes, when bucket 0 is replayed already."""
+    assert dist.group.WORLD is not None
+    nested = Numbering()
+    hook = commhooks.create("route", rules=[("*", nested)])
+    hook.prepare({f"p{i}": torch.nn.Parameter(torch.zeros(8)) for i in range(2)}, dist.group.WORLD)
+    first, *memories = torch.zeros(7, 8)
+    with recorded_graphs():
+        runner = StreamRunner(hook, dist.group.WORLD, torch.device("cpu"), 0)
+        for step in range(6):
+            for index, memory in enumerate((first, memories[max(0, step - 2)])):
+                runner(bucket_in(memory, step, index)).wait()
+    return nested.seen
+
+
+def test_route_begins_a_step_though_its_first_bucket_is_replayed(run_ranks: Any) -> None:
+    runs = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (4, 0), (5, 0)]
+    assert run_ranks(routes_beside_replays, 1) == [runs]
 
 
 def reads_while_captured(rank: int, size: int) -> str:

@@ -93,6 +93,7 @@ class Route(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._routing = Routing(self._hooks, {})
+        self._step = -1  # of the last bucket
         self._predicates()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -143,7 +144,8 @@ class Route(CommHook):
         return None if i is None else (i, self._hooks[i].bucket_key(parameter))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        if bucket.index() == 0:
+        if bucket.index() == 0 or bucket.step != self._step:  # bucket 0 may have been a replay
+            self._step = bucket.step
             self._routing.begin_step()
         buffer, contribution = bucket.buffer(), None
         if comm.wants_contribution:
