@@ -17,12 +17,13 @@ from commhooks.cluster.group import join_group, local_store
 from commhooks.cluster.links import ShapedLink
 
 NCCL = ("NCCL_HOSTID", "NCCL_MNNVL_ENABLE", "NCCL_NET")
+LOCAL_RANK = "LOCAL_RANK"
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     with patch.dict(os.environ):
-        for name in (*NCCL, "COMMHOOKS_DEVICE"):
+        for name in (*NCCL, LOCAL_RANK, "COMMHOOKS_DEVICE"):
             os.environ.pop(name, None)
         yield
 
@@ -37,6 +38,7 @@ def taken(
     ):
         take_device(rank, world_size, host)
         (chosen,) = set_device.call_args.args
+        assert int(os.environ[LOCAL_RANK]) % devices == chosen  # what torch 2.15 goes by
         return chosen, [os.environ.get(name) for name in NCCL]
 
 
