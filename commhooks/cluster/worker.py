@@ -151,7 +151,9 @@ def _answer(calls: Connection, message: bytes) -> None:
                 result = CallResult(call.fn(*call.args, **call.kwargs))
         except BaseException as error:
             result = CallResult.of_failure(error)
-        calls.send_bytes(result.pickled())
+        data = result.pickled()
+        del result  # with the frames of an error, which keep what it used, such as CUDA graphs
+        calls.send_bytes(data)
         if call.after is not None:
             call.after()
     finally:

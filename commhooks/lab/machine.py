@@ -19,7 +19,7 @@ from commhooks.lab.models import Workload
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _CUDA_PROCESS_BYTES = 2_000_000_000  # with the libraries of CUDA
-_CONTEXT_BYTES = 1_000_000_000  # of a process on a CUDA device, with NCCL's buffers
+_CONTEXT_BYTES = 2_000_000_000  # of a process on a CUDA device, with three NCCL communicators
 _COPIES = 8
 """Tensors the size of the gradients: they, buckets, errors and other state, temporary memory."""
 
