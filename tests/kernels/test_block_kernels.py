@@ -13,6 +13,7 @@ from torch import Tensor
 from commhooks import CommHookError
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import integers
+from commhooks.codecs.rounding import round_stochastically
 from commhooks.testing.compare import same_bits
 
 
@@ -97,6 +98,19 @@ def test_same_bytes_for_all_lengths_and_alignments(machine, name, half):
         for j, parts in enumerate((1, 3, 5)):
             given = numbers(numel, "usual", torch.float32)
             check(machine, codec, given, given / 8, parts, offset=(i + j + half) % 2)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000, 70_001])
+def test_rounding_to_bfloat16_stochastically(machine, numel):
+    values = numbers(numel + 1, "any size", torch.float32)
+    for offset in (0, 1):  # of what is aligned in memory
+        given = values[offset : offset + numel]
+        expected = round_stochastically(given, 1 / 3, torch.empty(numel).bfloat16(), seed=5)
+        there = values.to(machine.device)[offset : offset + numel]
+        room = torch.empty(numel + 1, dtype=torch.bfloat16, device=machine.device)
+        with machine.active():
+            found = round_stochastically(there, 1 / 3, room[offset:][:numel], seed=5).cpu()
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
 def test_errors_name_the_mistake(machine):

@@ -50,11 +50,16 @@ def test_what_a_machine_does_not_allow_is_left_out(tmp_path: Path) -> None:
     assert run_stage(stage, 60, tmp_path / "log", tmp_path).status == "left out"
 
 
-def test_a_check_that_takes_long_may_end_early(tmp_path: Path) -> None:
+def test_a_check_that_takes_long_may_end_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = Stage("slow", HANGS, limit_seconds=5, may_time_out=True)
-    result = run_stage(stage, 5, tmp_path / "log", tmp_path)
+    result = run_stage(stage, 5, tmp_path / "slow.log", tmp_path)
     assert result.status == "left out"
     assert result.last_line.startswith("not finished after 5 s: child ")
+    monkeypatch.setattr(check, "WORK", tmp_path)
+    check.save({"stages": [], "benchmarks": []}, result, tmp_path / "kept")
+    assert (tmp_path / "kept-slow.log").read_text().startswith("child ")
 
 
 TESTS = """
@@ -177,6 +182,7 @@ def test_the_check_ends_in_time_and_builds_first() -> None:
     first = [
         "build",
         "kernels",
+        "tests",
         "2 ranks",
         "4 ranks",
         "graphs",

@@ -1,5 +1,6 @@
 """Ranks of which the last one dies: what the others raise."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -67,22 +68,21 @@ class DyingRanks:
         if environment is None:
             environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # or torch's watchdog ends processes
         store = local_store()
+        for i, process in enumerate(self._survivors):
+            if not _is_ready(process):  # it died, or does not get out of its last group
+                process.kill()
+                self._survivors[i] = RankProcess((), {}, keep_log=True)
         victim = RankProcess((), {}, keep_log=True)
         processes = [*self._survivors, victim]
         try:
             for rank, process in enumerate(processes):
-                while not process.ready:
-                    assert process.receive() is None
+                assert _is_ready(process), process.stacks()
                 limits = timeout, patience
                 call_args = (rank, self._size, store.port, limits, backend, how, environment, fn)
                 process.send(Call(_run, (*call_args, *args), {}, patience, _leave))
             return [_result(process, patience) for process in self._survivors]
         finally:
             victim.kill()
-            for i, process in enumerate(self._survivors):
-                if not process.is_alive():
-                    process.kill()
-                    self._survivors[i] = RankProcess((), {}, keep_log=True)
 
     def __enter__(self) -> Self:
         return self
@@ -95,6 +95,15 @@ class DyingRanks:
     ) -> None:
         for process in self._survivors:
             process.kill()
+
+
+def _is_ready(process: RankProcess) -> bool:
+    """Wait until a process has ended what it did before; return whether it has."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while not process.ready and wait([process.connection], LIMIT_SECONDS):
+            assert process.receive() is None
+        return process.ready and process.is_alive()
+    return False
 
 
 def _result(process: RankProcess, patience: float) -> Raised:
