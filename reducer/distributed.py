@@ -148,6 +148,8 @@ class DistributedDataParallel(Wrapper):
         ENGINE.require("commhooks.DistributedDataParallel")
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        # torch.fx traces through all modules but those of torch.nn, and would leave averaging out.
+        self.__module__ = nn.parallel.DistributedDataParallel.__module__
         if check_reduction:
             warnings.warn(
                 "The `check_reduction` argument is deprecated and has no effect.",

@@ -35,6 +35,39 @@ def inputs_of(rank: int, step: int, width: int = 8) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
+class Outer(nn.Module):
+    """A module with a wrapper inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1
+
+
+def traced(rank: int, world_size: int, wrapper: Any, hook: str | None) -> list[torch.Tensor]:
+    model = wrapper(Net())
+    if hook is not None:
+        commhooks.register(model, hook)
+    graph = torch.fx.symbolic_trace(Outer(model))
+    optimizer = torch.optim.SGD(graph.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        graph(inputs_of(rank, step)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in graph.parameters()]
+
+
+def test_symbolic_trace_keeps_the_wrapper() -> None:
+    expected = run_ranks(traced, 2, TorchDDP, None)[0]
+    for found in run_ranks(traced, 2, DistributedDataParallel, None):
+        torch.testing.assert_close(found, expected)
+    first, second = run_ranks(traced, 2, commhooks.DistributedDataParallel, "int8")
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, expected, rtol=0.05, atol=0.02)
+
+
 @contextlib.contextmanager
 def counted_graphs() -> Iterator[list[int]]:
     """Collect the sizes of the graphs that a backend gets to compile."""
