@@ -46,5 +46,6 @@ def reason_of(error: BaseException) -> str:
 
 def did_you_mean(unknown: str, names: Iterable[str]) -> str:
     """Return the part of a message that suggests one of ``names``; empty if none is similar."""
-    near = difflib.get_close_matches(unknown, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(unknown.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

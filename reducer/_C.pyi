@@ -69,7 +69,10 @@ class HostGroup(Transport):
 @final
 class AverageHook(NativeHook):
     def __init__(
-        self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None
+        self,
+        process_group: dist.ProcessGroup,
+        wire_dtype: torch.dtype | None = None,
+        name: str = "average",
     ) -> None: ...
 
 @final

@@ -123,9 +123,12 @@ class NativeHook:
 class AverageHook(NativeHook):
     """Stands for the exact average."""
 
-    def __init__(self, process_group: Any, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, process_group: Any, wire_dtype: torch.dtype | None = None, name: str = "average"
+    ) -> None:
         self.process_group = process_group
         self.wire_dtype = wire_dtype
+        self.name = name
 
 
 class NoopHook(NativeHook):

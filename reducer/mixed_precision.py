@@ -17,7 +17,7 @@ forward again.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -49,7 +49,13 @@ class ParameterCasts:
     """
 
     def __init__(self, module: nn.Module, mixed_precision: Any, ignored: set[str]) -> None:
-        dtypes = mixed_precision or MixedPrecision()
+        dtypes = MixedPrecision() if mixed_precision is None else mixed_precision
+        found = [getattr(dtypes, field.name, "absent") for field in fields(MixedPrecision)]
+        if not all(isinstance(each, torch.dtype | None) for each in found):
+            raise TypeError(
+                "expected, for example, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16);"
+                f" found {mixed_precision!r}"
+            )
         self._dtype: torch.dtype | None = dtypes.param_dtype
         self.wire_dtype: torch.dtype | None = dtypes.reduce_dtype or dtypes.param_dtype
         self._module = module

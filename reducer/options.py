@@ -133,16 +133,16 @@ def bucket_sizes(
 ) -> tuple[int, ...]:
     """Return the field ``bucket_bytes`` of :class:`WrapperOptions`.
 
-    By default the first bucket is small, so that communication starts early. Raises ValueError if
-    a size is not positive.
+    By default the first bucket is small, so that communication starts early. Without any room,
+    each parameter has a bucket, as in torch. Raises ValueError if a size is negative.
     """
     if bucket_cap_mb_list:
         megabytes = list(bucket_cap_mb_list)
     else:
         megabytes = [DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb]
-    if any(size <= 0 for size in megabytes):
-        raise ValueError(f"Bucket sizes must be positive, found {megabytes} MiB.")
-    sizes = [int(size * MIB) for size in megabytes]
+    if any(size < 0 for size in megabytes):
+        raise ValueError(f"Bucket sizes must not be negative, found {megabytes} MiB.")
+    sizes = [max(1, int(size * MIB)) for size in megabytes]
     if not bucket_cap_mb_list:
         sizes.insert(0, min(FIRST_BUCKET_BYTES, sizes[0]))
     return tuple(sizes)

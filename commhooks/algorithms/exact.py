@@ -62,7 +62,7 @@ class AllReduce(CommHook):
         return all_reduce_bytes(bucket.buffer().nbytes, size)
 
     def native(self, group: dist.ProcessGroup, step: int | None = None) -> NativeHook:  # noqa: ARG002
-        return AverageHook(group)
+        return AverageHook(group, name=self.name)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class _Half(CommHook):
         group: dist.ProcessGroup,
         step: int | None = None,  # noqa: ARG002
     ) -> NativeHook | None:
-        return None if self.two_shot else AverageHook(group, self.wire_dtype)
+        return None if self.two_shot else AverageHook(group, self.wire_dtype, self.name)
 
 
 async def _sum_in_float32(values: Tensor, comm: Communicator) -> Tensor:

@@ -1,8 +1,9 @@
 """The options of a hook: fields of its dataclass, checked against their annotations.
 
 Types are strict: a string never becomes a number, and a bool is not a number. An int is accepted
-for a float. Where JSON has no type, another form is accepted, also inside lists, tuples and dicts:
-a ``torch.dtype`` by its name, a hook by its name or config, a tuple as a list.
+for a float, and a scalar of NumPy for a number. Where JSON has no type, another form is accepted,
+also inside lists, tuples and dicts: a ``torch.dtype`` by its name, a hook by its name or config, a
+tuple as a list.
 
 Limits beyond the type are written into annotations: ``Annotated[int, Limits(ge=1)]``,
 ``Annotated[str, Made(parse)]``. Other objects with such attributes count as well, as those of the
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+import numpy as np
 import torch
 
 from commhooks.errors import CommHookError, CommHookOptionError, did_you_mean
@@ -104,6 +106,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     kind = type(None) if hint is None else origin or hint
     if kind is Any or not isinstance(kind, type):  # or a type variable: accept everything
         return value
+    if isinstance(value, np.generic):
+        value = value.item()
     is_bool = isinstance(value, bool)
     if kind is float and isinstance(value, int) and not is_bool:
         try:

@@ -290,7 +290,7 @@ def in_trouble(rank: int, size: int, folder: str) -> None:
             model(torch.ones(1, 8)).sum().backward()
     document = json.loads(path.read_text())
     check_format(document, rank)
-    assert [e["name"] for e in slices(document, "hook")] == ["average", Broken.name]
+    assert [e["name"] for e in slices(document, "hook")] == ["bf16", Broken.name]
     assert len(slices(document, "drain")) == 2
     with (
         pytest.raises(commhooks.CommHookError, match="ValueError: broken"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,10 +44,22 @@ def test_values_of_the_right_types_are_kept() -> None:
     assert isinstance(hook.scale, float)
 
 
-def test_an_option_of_any_type_keeps_its_value() -> None:
-    hook = commhooks.create("test_options", bits=3, anything="text")
+def test_scalars_of_numpy_are_numbers() -> None:
+    hook = commhooks.create("test_options", bits=np.int64(3), scale=np.float32(0.5))
     assert isinstance(hook, Optional)
-    assert hook.anything == "text"
+    assert hook == Optional(3, 0.5)
+    assert (type(hook.bits), type(hook.scale)) == (int, float)
+    with pytest.raises(commhooks.CommHookOptionError, match="it is not of type int"):
+        commhooks.create("test_options", bits=np.float64(3))
+    with pytest.raises(commhooks.CommHookOptionError, match="it is not of type float"):
+        commhooks.create("test_options", bits=3, scale=np.bool_(True))
+
+
+@pytest.mark.parametrize("value", ["text", np.int64(3)])
+def test_an_option_of_any_type_keeps_its_value(value: Any) -> None:
+    hook = commhooks.create("test_options", bits=3, anything=value)
+    assert isinstance(hook, Optional)
+    assert hook.anything is value
 
 
 def test_lists_and_ints_from_json_become_tuples_and_floats() -> None:

@@ -98,6 +98,8 @@ def test_description() -> None:
 def test_unknown_name_lists_all_and_the_nearest() -> None:
     with pytest.raises(commhooks.UnknownHookError, match=r"did you mean 'powersgd'\?.*allreduce, "):
         commhooks.create("power_sgd")
+    with pytest.raises(commhooks.UnknownHookError, match="did you mean 'int8'"):
+        commhooks.create("INT8")
     with pytest.raises(LookupError):
         commhooks.describe("")
 

@@ -1,6 +1,7 @@
 """Construction of the wrapper, its buffers and process groups."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commhooks.testing import run_ranks
-from reducer import DistributedDataParallel
+from reducer import DistributedDataParallel, MixedPrecision
 
 # -------------------------------------------------------------------------------- construction
 
@@ -106,8 +107,11 @@ def bad_arguments(rank: int, world_size: int) -> None:
         ValueError, match=r"keys that group_key gives to no parameter: \['expert'\]"
     ):
         DistributedDataParallel(nn.Linear(2, 2), key_process_groups={"expert": dist.group.WORLD})
-    with pytest.raises(ValueError, match="Bucket sizes must be positive, found"):
+    with pytest.raises(ValueError, match="Bucket sizes must not be negative, found"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=-1)
+    for precision in ("bf16", torch.bfloat16, MixedPrecision("bf16")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=re.escape(f"; found {precision!r}")):
+            DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r'"0\.weight" is on cpu, "1\.weight" on meta'):
         DistributedDataParallel(mixed)

@@ -151,20 +151,21 @@ def test_run_time_statistics_are_sampled() -> None:
     run_ranks(sampling, 2)
 
 
-def profile(rank: int, world_size: int) -> list[str]:
+def profile(rank: int, world_size: int, hook: str) -> list[str]:
     model = make_model(find_unused_parameters=True)
-    commhooks.register(model, "powersgd", rank=1)
+    commhooks.register(model, hook)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         model(torch.ones(2, 4)).sum().backward()
     return [event.key for event in profiler.key_averages()]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_profiler_ranges_name_bucket_and_hook() -> None:
-    for keys in run_ranks(profile, 2):
+@pytest.mark.parametrize("hook", ["powersgd", "bf16"])
+def test_profiler_ranges_name_bucket_and_hook(hook: str) -> None:
+    for keys in run_ranks(profile, 2, hook):
         assert "DistributedDataParallel.forward" in keys
-        assert "commhooks: powersgd, bucket 0" in keys
-        assert "commhooks: powersgd, bucket 1" in keys
+        assert f"commhooks: {hook}, bucket 0" in keys
+        assert f"commhooks: {hook}, bucket 1" in keys
         assert "commhooks: wait for all buckets" in keys
         assert "commhooks: search_unused_parameters" in keys
 

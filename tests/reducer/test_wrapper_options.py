@@ -57,6 +57,17 @@ def test_bucket_cap_list() -> None:
     run_ranks(cap_list, 2)
 
 
+def no_room(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net(), bucket_cap_mb=0)
+    for _ in range(3):
+        assert_averaged(model, world_size)
+    assert [len(names) for names in bucket_names(model)] == [1] * len(list(model.parameters()))
+
+
+def test_without_room_each_parameter_has_a_bucket() -> None:
+    run_ranks(no_room, 2)
+
+
 def delayed(rank: int, world_size: int, hook: str) -> None:
     net = make_net()
     late = [(name, p) for name, p in net.named_parameters() if name.startswith(("4.", "3."))]

@@ -170,10 +170,14 @@ fp32.)")
 
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(
       module, "AverageHook", drops_without_gil, R"(
-Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
+Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).
+Profiles and traces have the `name`.)")
       .def(
-          py::init<c10::intrusive_ptr<c10d::ProcessGroup>, std::optional<c10::ScalarType>>(),
-          py::arg("process_group"), py::arg("wire_dtype") = py::none());
+          py::init<
+              c10::intrusive_ptr<c10d::ProcessGroup>, std::optional<c10::ScalarType>,
+              std::string>(),
+          py::arg("process_group"), py::arg("wire_dtype") = py::none(),
+          py::arg("name") = "average");
 
   py::class_<NoopHook, Hook, std::shared_ptr<NoopHook>>(
       module, "NoopHook", "Send nothing; every rank keeps its own gradients.")
