@@ -151,7 +151,7 @@ COMMHOOKS_INLINE void project_right_columns(
       });
 }
 
-// `known_rank`: 0, or the rank of the matrices, for which the compiler then has the loops unrolled.
+// `known_rank`: 0, or the rank, so that the compiler knows the length of the inner loops.
 template <int64_t known_rank>
 COMMHOOKS_INLINE void apply_rows(
     const Matrix& matrix,
