@@ -123,7 +123,7 @@ def check_limits(world_size: int, model: ModelSize, device: Device = CPU) -> Non
 
     The limits are 8 ranks per core, and for each rank memory of 0.4 GB, the parameters, and eight
     times the gradients, however many entries take turns. Activations are not counted. On CUDA it is
-    the device's memory, which ranks may share, with 1 GB in place of 0.4 GB; and 2 GB and the
+    the device's memory, which ranks may share, with 2 GB in place of 0.4 GB; and 2 GB and the
     parameters of the machine's.
     """
     most = _RANKS_PER_CORE * cores()

@@ -249,7 +249,7 @@ def _sources(
         if not any(saved["tensors"].values()) and not count(saved["state"]):
             return None, []  # nothing in it depends on the ranks
         raise CommHookStateError(
-            f"expected the states of all ranks that saved, also of {missing[0]}; found that of "
+            f"expected the states of all ranks that saved, also of {missing[0]}, found that of "
             f"{', '.join(found) or 'none'}; what has not been sent yet differs by rank, so every "
             "rank saves and loads its own state. For another number of ranks, each needs the "
             "states of all: save commhooks.state.HookState(handle) with "

@@ -90,5 +90,5 @@ def test_the_device_is_used(
 def test_a_refusal_is_one_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "choose", lambda _: FakeDevice(memory=10**9))
     output = run(command, status=1)
-    assert output.startswith("Error: 2 ranks that share a device need about 2 GB, and 1 GB are ")
+    assert output.startswith("Error: 2 ranks that share a device need about 4 GB, and 1 GB are ")
     assert "\n" not in output

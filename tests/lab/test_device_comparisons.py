@@ -122,9 +122,9 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @COMMANDS
 @pytest.mark.usefixtures("_nothing_starts")
 def test_too_little_memory_of_the_device_is_refused(command: Any) -> None:
-    sizes = "need about 2 GB, and 1.9 GB are free: for each 1 GB of a process, 74.5 kB of paramete"
+    sizes = "need about 4 GB, and 3.9 GB are free: for each 2 GB of a process, 74.5 kB of paramete"
     with pytest.raises(LimitError, match=f"^2 ranks that share a device {re.escape(sizes)}"):
-        command(["allreduce"], FakeDevice(memory=1_900_000_000))
+        command(["allreduce"], FakeDevice(memory=3_900_000_000))
 
 
 @COMMANDS
@@ -163,11 +163,11 @@ def test_hooks_that_need_no_kernels_are_not_refused(monkeypatch: pytest.MonkeyPa
 def test_memory_of_a_device_of_ones_own_is_limited() -> None:
     with (
         mock.patch.object(torch.cuda, "device_count", return_value=2),
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(10**10, 10**11)),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(11 * 10**9, 10**11)),
     ):
         check_limits(2, ModelSize(10**9, 10**9, 1e-7), CUDA)
         with pytest.raises(
-            LimitError, match=r"^each rank, on its own device, needs about 10\.9 GB"
+            LimitError, match=r"^each rank, on its own device, needs about 11\.9 GB"
         ):
             check_limits(2, ModelSize(11 * 10**8, 11 * 10**8, 1e-7), CUDA)
 
