@@ -69,7 +69,8 @@ class DistributedDataParallel(Wrapper):
         forward_sync_buffers: the same for forwards only; default: as ``broadcast_buffers``.
         process_group: the ranks to average over; default: all.
         device_mesh: the same as a mesh of one dimension.
-        bucket_cap_mb: the size of a bucket in MiB (default 25); the first one is at most 1 MiB.
+        bucket_cap_mb: the size of a bucket in MiB (default 25; 0: a bucket for each parameter);
+            the first one is at most 1 MiB.
         bucket_cap_mb_list: the sizes of the first bucket, the second and so on; the last size
             applies to all further buckets.
         find_unused_parameters: search the graph of every forward for parameters that this rank does

@@ -24,10 +24,9 @@ HOOKS = (TORCHS["torch bf16"], TORCHS["torch powersgd"], "allreduce", "bf16", "i
 
 def main() -> int:
     """Measure, print the tables, and write the file."""
-    with shaped_link(2, ALWAYS):
-        pass  # or nothing but predictions would be measured
     device = Device.choose("cuda")
-    with Ranks(2, device=device) as ranks:
+    # Without links, compare would only predict: LinkError ends this first.
+    with shaped_link(2, ALWAYS), Ranks(2, device=device) as ranks:
         pair = next(measure_pairs(ranks, [(0, 1)]))
     reached = [rate for rate in RATES if rate <= max(ALWAYS, pair.bits_per_second)]
     try:

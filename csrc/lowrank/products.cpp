@@ -164,11 +164,11 @@ COMMHOOKS_INLINE void apply_rows(
   const int64_t columns = matrix.columns;
   const int64_t rank = known_rank > 0 ? known_rank : matrix.rank;
   const int64_t panel = std::max<int64_t>(1, kPanelElements / (kLanes * rank)) * kLanes;
-  for (int64_t left = 0; left < columns; left += panel) {
-    const int64_t right = std::min(columns, left + panel);
+  for (int64_t start = 0; start < columns; start += panel) {
+    const int64_t stop = std::min(columns, start + panel);
     for_rows(begin, end, [&]<int64_t rows>(int64_t row) COMMHOOKS_ALWAYS_INLINE {
-      for (int64_t column = left; column < right; column += kLanes) {
-        const int64_t count = right - column;
+      for (int64_t column = start; column < stop; column += kLanes) {
+        const int64_t count = stop - column;
         Lanes error[rows] = {};
         Lanes result[rows] = {};
         if (matrix.error != nullptr) {

@@ -12,7 +12,7 @@ from commhooks.algorithms.lowrank.compressor import (
 )
 from commhooks.algorithms.lowrank.matrix_plan import Side
 
-# k, n, m, r: below, at and above the vector width and the blocks of rows and factors.
+# k, n, m, r: below, at and above the vector width, the blocks of rows and factors, and the panels.
 SHAPES = [
     (1, 1, 1, 1),
     (2, 3, 5, 2),
@@ -20,6 +20,7 @@ SHAPES = [
     (1, 7, 33, 5),
     (2, 130, 67, 3),
     (1, 300, 513, 9),
+    (1, 5, 1100, 4),
 ]
 
 

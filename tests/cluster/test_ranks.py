@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,44 @@ def test_a_rank_that_ends_while_it_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rank, "is_alive", lambda: True)  # as it was just before
     rank.kill()
     assert rank.connection.closed
+
+
+class Kept:
+    """As a CUDA graph, which a process group waits for when it is destroyed."""
+
+
+seen: list[Any] = []
+
+
+def fail_with_a_local() -> None:
+    kept = Kept()
+    seen.append(weakref.ref(kept))
+    raise ValueError(type(kept).__name__)
+
+
+def look() -> None:
+    seen.append(seen[0]() is None)
+
+
+def last_seen() -> Any:
+    return seen[-1]
+
+
+def test_the_frames_of_a_failed_call_are_gone_after_it() -> None:
+    rank = RankProcess((), {}, keep_log=False)
+    try:
+        assert rank.receive() is None  # ready
+        rank.send(Call(fail_with_a_local, (), {}, 60.0, look))
+        result = rank.receive()
+        assert result is not None
+        assert isinstance(result.error, ValueError)
+        assert rank.receive() is None
+        rank.send(Call(last_seen, (), {}, 60.0))
+        result = rank.receive()
+        assert result is not None
+        assert result.value is True
+    finally:
+        rank.kill()
 
 
 def test_the_stacks_of_a_rank_that_gets_no_core_for_a_second() -> None:
