@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reducer import native  # not its classes, which are missing without extensions
 from reducer.agreement import check_agreement
+from reducer.errors import expect
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 from reducer.peers import broadcast
 from reducer.wrapper_reducer import WrapperReducer
@@ -26,6 +27,8 @@ def choose_process_group(
     Raises RuntimeError for two groups or a mesh of more dimensions, and ValueError if there is no
     default group.
     """
+    expect(dist.ProcessGroup | None, process_group=process_group)
+    expect(DeviceMesh | None, device_mesh=device_mesh)
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:

@@ -25,6 +25,7 @@ from reducer.construction import (
     prepare_tensor_parallel,
     sync_initial_state,
 )
+from reducer.errors import expect
 from reducer.extension import ENGINE
 from reducer.hook_registration import HookRegistration, check_annotations
 from reducer.join import ShadowHook, StepPlan, UnevenInputs
@@ -163,6 +164,7 @@ class DistributedDataParallel(Wrapper):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             sharded = prepare_tensor_parallel(module, device_mesh)
+        expect(nn.Module, module=module)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = list(self.not_ignored_parameters().items())

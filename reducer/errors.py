@@ -1,5 +1,7 @@
 """The errors that both packages raise; :mod:`commhooks.errors` has the others."""
 
+from typing import Any
+
 
 class CommHookError(RuntimeError):
     """Base class of all errors of this package; also raised if a hook's own code fails."""
@@ -14,3 +16,12 @@ class CommHookMismatchError(CommHookError):
 
 class CommHookPeerError(CommHookError):
     """Ranks can no longer work together: another rank failed, ended or does not answer."""
+
+
+def expect(kind: Any, **arguments: object) -> None:
+    """Raise TypeError, with its name, for the first argument that is not of this type or union."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            kinds = getattr(kind, "__args__", (kind,))  # of a union, in which None is NoneType
+            expected = " or ".join(each.__name__.removesuffix("Type") for each in kinds)
+            raise TypeError(f"{name}: expected {expected}, found {value!r}.")

@@ -12,13 +12,14 @@ therefore those of one ordinary optimizer.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from reducer.errors import expect
 from reducer.wrapper import Wrapper
 
 
@@ -92,7 +93,7 @@ def overlap_optimizer(
         clear_gradients: set ``.grad`` to None after the step, which frees its memory.
 
     Raises:
-        TypeError: ``model`` is not wrapped.
+        TypeError: ``model`` is not wrapped, or ``optim_cls`` is no class.
         ValueError: ``model`` does not average a parameter, or another optimizer steps it already.
     """
     if not hasattr(model, "add_gradient_observer"):
@@ -100,6 +101,7 @@ def overlap_optimizer(
             f"Expected a commhooks.DistributedDataParallel, found {type(model).__name__}; torch's "
             "own wrapper has no way to step in backward under a hook."
         )
+    expect(Callable, optim_cls=optim_cls)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim_cls(trained if params is None else params, *args, **kwargs)
     wrapper: Any = model  # or what passes its attributes through, such as a compiled module

@@ -2,14 +2,17 @@
 
 from __future__ import annotations  # native.ReducerOptions is missing without extensions
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from reducer import native
+from reducer.errors import expect
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -38,6 +41,10 @@ class GroupKeys:
         delayed: Collection[str],
         sharded: Collection[str] = (),
     ) -> None:
+        expect(Callable | None, group_key=key_of)
+        expect(Mapping | None, key_process_groups=process_groups)
+        for key, group in (process_groups or {}).items():
+            expect(dist.ProcessGroup, **{f"key_process_groups[{key!r}]": group})
         self._key_of = key_of
         self._delayed = delayed
         self.sharded = sharded
@@ -122,6 +129,11 @@ class WrapperOptions:
     lazy_bucket_allocation: bool
     host_memory: bool
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.type == "bool" and isinstance(text := getattr(self, each.name), str):
+                raise TypeError(f"{each.name}: expected True or False, found {text!r}.")
+
     @property
     def bucket_bytes_cap(self) -> int:
         """The size of the largest buckets."""
@@ -134,14 +146,19 @@ def bucket_sizes(
     """Return the field ``bucket_bytes`` of :class:`WrapperOptions`.
 
     By default the first bucket is small, so that communication starts early. Without any room,
-    each parameter has a bucket, as in torch. Raises ValueError if a size is negative.
+    each parameter has a bucket, as in torch. Raises ValueError if a size is negative or not
+    finite.
     """
+    expect(Real | None, bucket_cap_mb=bucket_cap_mb)
+    expect(Iterable | None, bucket_cap_mb_list=bucket_cap_mb_list)
     if bucket_cap_mb_list:
         megabytes = list(bucket_cap_mb_list)
     else:
         megabytes = [DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb]
-    if any(size < 0 for size in megabytes):
-        raise ValueError(f"Bucket sizes must not be negative, found {megabytes} MiB.")
+    for size in megabytes:
+        expect(Real, bucket_cap_mb_list=size)
+    if not all(0 <= size < math.inf for size in megabytes):
+        raise ValueError(f"Bucket sizes must be finite and not negative, found {megabytes} MiB.")
     sizes = [max(1, int(size * MIB)) for size in megabytes]
     if not bucket_cap_mb_list:
         sizes.insert(0, min(FIRST_BUCKET_BYTES, sizes[0]))

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import reducer
 from commhooks.adapters.handle import AnyHook, register
 from commhooks.extensions import ENGINE
+from reducer.errors import expect
 
 
 class DistributedDataParallel(reducer.DistributedDataParallel):
@@ -38,6 +39,7 @@ class DistributedDataParallel(reducer.DistributedDataParallel):
         hook_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        expect(Mapping | None, hook_options=hook_options)
         super().__init__(module, *args, **options)
         if hook is not None:
             register(self, hook, **(hook_options or {}))

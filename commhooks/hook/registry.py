@@ -14,6 +14,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.fidelity import Fidelity, fidelity_of
 from commhooks.hook.options import OptionInfo, check_option_names, describe_options, parsers
 from commhooks.hook.references import load_reference, reference_to
+from reducer.errors import expect
 
 ENTRY_POINTS = "commhooks.hooks"
 
@@ -67,8 +68,9 @@ def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind
     """Make a hook available under ``name``: a class decorator, above ``@dataclass``.
 
     Raises CommHookError if the class is not a hook, if the name cannot be written on a command
-    line, or if it is taken and ``override`` is false.
+    line, or if it is taken and ``override`` is false; TypeError without a name.
     """
+    expect(str, name=name)
 
     def register(kind: Kind) -> Kind:
         _add(name, kind, override=override)
@@ -105,8 +107,6 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
                 f"expected {{'name': ..., option: ...}}, found {hook}"
             )
         hook, options = name, config | options
-    elif not isinstance(hook, str):
-        raise CommHookOptionError(f"expected the name of a hook or its config, found {hook!r}")
     kind = _find(hook)
     check_option_names(hook, kind, options)
     return kind(**options)
@@ -228,6 +228,8 @@ def _is_same(taken: type, kind: type) -> bool:
 
 
 def _find(name: str) -> type[CommHook]:
+    if not isinstance(name, str):
+        raise CommHookOptionError(f"expected the name of a hook or its config, found {name!r}")
     if ":" in name:
         return _load_class(name)
     _load_declared(name)

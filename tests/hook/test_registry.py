@@ -114,9 +114,10 @@ def test_a_spec_of_the_command_line_is_no_name() -> None:
 
 
 @pytest.mark.parametrize("hook", [None, 3, commhooks.create("allreduce")])
-def test_create_rejects_other_types(hook: Any) -> None:
-    with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or its"):
-        commhooks.create(hook)
+def test_what_is_no_name_is_rejected(hook: Any) -> None:
+    for function in (commhooks.create, commhooks.describe):
+        with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or"):
+            function(hook)
 
 
 def test_options_override_a_config() -> None:
@@ -165,6 +166,11 @@ def test_defining_a_hook_again_replaces_it() -> None:
 def test_only_hooks_can_be_registered() -> None:
     with pytest.raises(commhooks.CommHookError, match="expected a subclass of CommHook"):
         commhooks.register_hook("text")(str)  # type: ignore[type-var]
+
+
+def test_a_decorator_without_a_name_raises() -> None:
+    with pytest.raises(TypeError, match="name: expected str, found <class"):
+        commhooks.register_hook(type(commhooks.create("allreduce")))  # type: ignore[arg-type]
 
 
 def test_a_hook_without_reduce_raises() -> None:

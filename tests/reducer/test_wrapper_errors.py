@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
+import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
@@ -194,6 +195,36 @@ def test_mistakes_raise_as_in_torch(mistake: Callable[[Any], None]) -> None:
             assert part in text
         for part in NOT_ADVISED.get(mistake, []):
             assert part not in text
+
+
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"module": nn.Linear}, "module: expected Module, found <class"),
+    ({"process_group": "gloo"}, "process_group: expected ProcessGroup or None, found"),
+    ({"device_mesh": "data"}, "device_mesh: expected DeviceMesh or None, found"),
+    ({"stable_buckets": "no"}, "stable_buckets: expected True or False, found 'no'"),
+    ({"bucket_cap_mb": "25"}, "bucket_cap_mb: expected Real or None, found"),
+    ({"bucket_cap_mb_list": 3}, "bucket_cap_mb_list: expected Iterable or None, found"),
+    ({"bucket_cap_mb_list": [1, "25"]}, "bucket_cap_mb_list: expected Real, found '25'"),
+    ({"group_key": 3}, "group_key: expected Callable or None, found"),
+    ({"key_process_groups": [1]}, "key_process_groups: expected Mapping or None, found"),
+    ({"key_process_groups": {"a": 1}}, "key_process_groups['a']: expected ProcessGroup, found 1"),
+    ({"hook": "int8", "hook_options": [1]}, "hook_options: expected Mapping or None, found"),
+]
+
+
+def pass_wrong_types(rank: int, world_size: int) -> None:
+    for arguments, text in WRONG_TYPES:
+        with pytest.raises(TypeError, match=re.escape(text)):
+            commhooks.DistributedDataParallel(**({"module": Net()} | arguments))
+    for size in (float("nan"), float("inf"), -1):
+        with pytest.raises(ValueError, match=f"finite and not negative, found \\[{size}\\] MiB"):
+            DistributedDataParallel(Net(), bucket_cap_mb=size)
+    with pytest.raises(TypeError, match="optim_cls: expected Callable, found 'AdamW'"):
+        commhooks.overlap_optimizer(DistributedDataParallel(Net()), "AdamW")  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    run_ranks(pass_wrong_types, 1)
 
 
 def follow_advice(rank: int, world_size: int) -> None:
