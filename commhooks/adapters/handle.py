@@ -121,7 +121,10 @@ def _has(model: nn.Module, part: nn.Module) -> bool:
 
 
 class HookHandle:
-    """A registered hook. Call its methods between two steps, on every rank."""
+    """A registered hook. Use it between two steps.
+
+    ``replace``, ``remove`` and ``load_state_dict`` must be called on every rank.
+    """
 
     def __init__(
         self, model: nn.Module, adapter: Adapter | None = None, awaited: CommHook | None = None
@@ -270,8 +273,8 @@ class HookHandle:
             raise CommHookError(
                 _REMOVED
                 if self._awaited is None
-                else f"hook {self._awaited!r} is registered in the first backward, which has not "
-                "been. Is its CommHookState passed to register_comm_hook()?"
+                else f"hook {self._awaited!r} is installed in the first backward: run one first, "
+                "and check that its CommHookState was passed to register_comm_hook()"
             )
         return self._adapter
 
@@ -283,8 +286,8 @@ class HookHandle:
         """
         if not isinstance(self.hook, CommHook):
             raise CommHookStateError(
-                f"{self.hook!r} is a torch-style function, whose state is not known here; save it "
-                "yourself"
+                f"{self.hook!r} is a torch-style function, which keeps its own state: save it in "
+                "your script"
             )
         return self.hook
 
@@ -347,7 +350,7 @@ def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | _FunctionH
     if isinstance(hook, type) or not callable(hook):
         raise CommHookError(
             f"expected the name of a hook, a config, a CommHook or a function fn(state, bucket), "
-            f"found {hook!r}"
+            f"found {hook!r}" + "; make an instance of it" * isinstance(hook, type)
         )
     _check_arity(hook)
     if unknown := sorted(options.keys() - {"state"}):

@@ -253,8 +253,7 @@ class TorchAdapter(Adapter):
             raise CommHookError(
                 "expected the parameters that required gradients when the hook was registered, "
                 f"found others in bucket {bucket.index()} of torch's DistributedDataParallel; "
-                "register the hook before parameters are frozen, and wrap the model again after "
-                "others are"
+                "freeze or unfreeze parameters before wrapping the model and registering the hook"
             )
         if gradients.is_sparse:  # hooks do not get them
             gradients = torch.empty(gradients.numel(), dtype=gradients.dtype, device="meta")

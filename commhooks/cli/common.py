@@ -237,12 +237,13 @@ class TargetCluster:
     def title(self, model: str, speed: float) -> str:
         """Return a description of the prediction, in two lines."""
         each = self.cores_of_rank
-        cores = "unlimited cores" if math.isinf(each) else f"{each:g} cores for each rank"
+        cores = "unlimited cores" if math.isinf(each) else f"{each:g} core{'s' * (each != 1)}"
+        relative = "at the speed of this machine" if speed == 1 else f"{speed:.3g} times as fast"
         return (
             f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
             f"{format_duration(self.latency)}; predicted "
             f"from a run on {self.device}\n"
-            f"for {self.backend}, {cores}, computing {speed:.3g} times as fast as here"
+            f"for {self.backend}, {cores} per rank, {relative}"
         )
 
 

@@ -72,7 +72,7 @@ class PendingCollective:
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         if self.is_awaited:
-            raise CommHookError(f"comm.{self.operation}() is awaited again; keep its result")
+            raise CommHookError(f"comm.{self.operation}() was awaited twice; keep its result")
         self.is_awaited = True
         yield self
         assert self.result is not None
@@ -205,6 +205,8 @@ class Communicator:
     def all_to_all(self, tensor: Tensor, *, with_own: bool = True) -> PendingCollective:
         """Send part i along dimension 0 to rank i. Return the received parts, by rank.
 
+        The length of dimension 0 is a multiple of ``size``, and the result has the same shape.
+
         ``with_own``: without it, this rank's part of the result may be anything, which saves a
         copy.
         """
@@ -224,7 +226,10 @@ class Communicator:
         )
 
     def reduce_scatter(self, tensor: Tensor) -> PendingCollective:
-        """Return the sum over all ranks of this rank's part along dimension 0."""
+        """Return the sum over all ranks of this rank's part along dimension 0.
+
+        The length of dimension 0 is a multiple of ``size``.
+        """
         self._check_parts("reduce_scatter", tensor)
         part = tensor.chunk(self.size)[self.rank]
         part = part.clone() if self.size == 1 else torch.empty_like(part)

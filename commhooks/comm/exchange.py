@@ -87,10 +87,10 @@ class Exchange:
         Exchanges are over while ``handle.state_dict()`` saves the state of a hook.
 
         Raises:
-            CommHookError: The exchange is not over, or it failed.
+            CommHookError: The exchange has not finished, or it failed.
         """
         if self.future is None or not self.future.done():
-            raise CommHookError("the exchange is not over; await it")
+            raise CommHookError("the exchange has not finished; await it first")
         return self.future.wait()
 
     def __await__(self) -> Generator["Exchange", None, Tensor]:

@@ -190,7 +190,12 @@ class CommHook:
                 hook.prepare(of_nested[path], group)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Return the average of ``bucket.buffer()`` over the ranks of ``comm``."""
+        """Return the average of ``bucket.buffer()`` over the ranks of ``comm``.
+
+        A flat tensor of the same length, dtype and device; it may be the buffer, overwritten. Runs
+        on a thread or, for CUDA tensors, a stream of the framework, for one bucket after another in
+        their order. An exception fails the step.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
 
     def models_agree(self, step: int) -> bool:  # noqa: ARG002
@@ -472,7 +477,7 @@ def check_nesting(hook: CommHook) -> None:
 def walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:
     """Yield the hook and all hooks nested in it, with their paths."""
     if any(hook is other for other in outer):
-        raise CommHookError(f"{outer[0]!r} is a hook around itself: it is found again at {path!r}")
+        raise CommHookError(f"{outer[0]!r} contains itself, at {path!r}")
     yield path, hook
     for name, nested in hook.nested().items():
         yield from walk(nested, f"{path}.{name}" if path else name, (*outer, hook))

@@ -228,7 +228,7 @@ class _QuorumMixin(Adapter):
         try:
             parent: dist.ProcessGroup = self._replicas.parent
         except AssertionError as error:
-            raise CommHookError("there has been no quorum; train a step first") from error
+            raise CommHookError("there is no quorum yet; train a step first") from error
         return parent
 
     def stats(self, last: int | None = None) -> HookStats:

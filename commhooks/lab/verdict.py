@@ -78,7 +78,7 @@ def cost_of_measuring(seconds: float, saved_seconds: float, noise: float = 0.0) 
     ``saved_seconds``: the most that any hook can save of a step.
     """
     if saved_seconds <= noise:
-        return f"Hooks can save nothing of a step here; measuring it took {seconds:.0f} s."
+        return f"No other hook can save time here; measuring took {seconds:.0f} s."
     saved, steps = format_duration(saved_seconds), float(f"{seconds / saved_seconds:.2g}")
     return (
         f"Hooks can save at most {saved} of a step, so the {seconds:.0f} s of measuring are worth "

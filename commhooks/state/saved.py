@@ -218,7 +218,7 @@ def _check_form(saved: Any) -> None:
         if not isinstance(saved.get(name), kind):
             raise CommHookStateError(
                 f"expected {name!r} of type {kind.__name__} in the saved state, found "
-                f"{saved.get(name)!r}; did state_dict() of a handle return it?"
+                f"{saved.get(name)!r}; pass what state_dict() of a handle has returned"
             )
     if not 0 <= saved["step"] < _MOST_STEPS:
         raise CommHookStateError(f"expected a step of at least 0, found {saved['step']}")

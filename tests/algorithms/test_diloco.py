@@ -433,7 +433,9 @@ def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
 def test_auto_needs_a_plan() -> None:
     """It would measure the steps of a round, and ranks would not repeat one that has failed."""
     for inner in ("auto", {"name": "route", "rules": [["*", "auto"]]}):
-        with pytest.raises(commhooks.CommHookOptionError, match=r"auto measures.*give it a plan"):
+        with pytest.raises(
+            commhooks.CommHookOptionError, match=r"auto cannot measure.*give it a plan"
+        ):
             commhooks.create("diloco", inner=inner)
     commhooks.create("diloco", inner={"name": "auto", "plan": Plan.exact("by the test")})
 

@@ -165,7 +165,7 @@ class Twice(commhooks.CommHook):
 def await_twice(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(torch.nn.Linear(2, 2))
     commhooks.register(model, Twice())
-    with pytest.raises(commhooks.CommHookError, match="is awaited again; keep its result"):
+    with pytest.raises(commhooks.CommHookError, match="was awaited twice; keep its result"):
         model(torch.ones(1, 2)).sum().backward()
 
 

@@ -167,7 +167,7 @@ def observe(folder: Path) -> "weakref.ref[nn.Module]":
         "not saved under torchft: it belongs to this replica": handle.state_dict,
         "is not saved under torchft.* Leave it out": lambda: handle.load_state_dict({}),
         "int8.*is not saved under": HookState(handle).state_dict,
-        "has been no quorum": lambda: handle.trace(folder / "step.json").__enter__(),
+        "no quorum yet": lambda: handle.trace(folder / "step.json").__enter__(),
         "check_replicas: expected ranks that stay": lambda: commhooks.check_replicas(model),
         "has a hook already": lambda: commhooks.register(model, "int8"),
         "in use on another model": lambda: DistributedDataParallel(

@@ -261,7 +261,7 @@ def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:
     text = replace(found, rows=tuple(noisy)).verdicts()["loopback"]
     assert text.startswith("No hook helps: keep torch DDP.")
     assert "which may be noise." in text
-    assert "Hooks can save nothing of a step here; measuring it took 60 s." in text
+    assert "No other hook can save time here; measuring took 60 s." in text
     untrained = replace(found, rows=tuple(replace(row, training=()) for row in found.rows))
     assert "unknown effect on the loss: train with it" in untrained.verdicts()["100 Mbit/s"]
     # A negative time has its noise beside it.

@@ -56,7 +56,7 @@ def test_ctrl_c_before_anything_is_measured() -> None:
 
 
 def test_links_of_one_name_cannot_be_told_apart() -> None:
-    with pytest.raises(ComparisonError, match="links of other rates, found 2 of 1 Gbit/s"):
+    with pytest.raises(ComparisonError, match="different links, found 1 Gbit/s 2 times"):
         compare("support.compared:net", ["bf16"], links=[1e9, 1.001e9], steps=2)
 
 

@@ -327,10 +327,14 @@ def test_a_result_is_there_only_at_the_end() -> None:
         raise NotImplementedError
 
     exchange = Exchange(run)  # of a step that has not succeeded yet
-    with pytest.raises(commhooks.CommHookError, match="the exchange is not over; await it"):
+    with pytest.raises(
+        commhooks.CommHookError, match="the exchange has not finished; await it first"
+    ):
         exchange.result()
     exchange.future = NotAwaited()
-    with pytest.raises(commhooks.CommHookError, match="the exchange is not over; await it"):
+    with pytest.raises(
+        commhooks.CommHookError, match="the exchange has not finished; await it first"
+    ):
         exchange.result()
     exchange.future.set_result(torch.tensor([2.0]))
     assert exchange.result().tolist() == [2.0]

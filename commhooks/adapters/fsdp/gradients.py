@@ -346,10 +346,10 @@ class FSDPAdapter(Adapter):
         self._ignored.update(found.values())
         if found:
             warnings.warn(
-                f"no unit of fully_shard manages {', '.join(found)}: their gradients stay on each "
-                "rank, and the replicas part. Add parameters before fully_shard and register the "
-                "hook afterwards. If they are meant to stay, as its ignored_params, pass them to "
-                "commhooks.integrations.fsdp.register(..., ignored_params=...)",
+                f"no unit of fully_shard manages {', '.join(found)}: their gradients are "
+                "not averaged, so replicas diverge. Add parameters before fully_shard and register "
+                "the hook afterwards. If they are meant to stay, as its ignored_params, pass them "
+                "to commhooks.integrations.fsdp.register(..., ignored_params=...)",
                 stacklevel=2,
             )
 

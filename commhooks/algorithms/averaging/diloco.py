@@ -125,7 +125,7 @@ class DiLoCo(LocalSteps):
         autos = (each for each in tree(self.inner) if each.name == "auto")
         if any(getattr(each, "plan", None) is None for each in autos):
             raise CommHookOptionError(
-                f"{where}: auto measures whole steps, but is used in one per period: give it a plan"
+                f"{where}: auto cannot measure, because it runs once per period: give it a plan"
             )
 
     @property

@@ -94,7 +94,7 @@ class PowerSGD(CommHook):
 
     rank: Annotated[int, Limits(ge=1)] = 8
     """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes. A
-    rank at which no matrix of the model would shrink is refused."""
+    rank other than the default at which no matrix of the model would shrink is refused."""
     min_compression_rate: Annotated[float, Limits(ge=0, lt=math.inf)] = 2.0
     """Compress a matrix when n·m is at least this many times what is sent for it: r·(n + m), or
     half of that if one-sided. At 0, compress all."""

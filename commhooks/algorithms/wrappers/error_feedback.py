@@ -86,10 +86,9 @@ class ErrorFeedback(CommHook):
             if not hook.tells_contribution:
                 raise CommHookOptionError(
                     f"option 'inner' of hook {self.name!r}: expected a hook that tells its "
-                    f"contribution to the average; {hook!r} does not, because it keeps an error of "
-                    "its own, because its error may be larger than the gradient, so that errors "
-                    "would grow in each step, or because that has no meaning for it. Use it "
-                    "without error_feedback"
+                    f"contribution to the average; {hook!r} has none, keeps errors itself, or "
+                    "makes errors that may be larger than the gradient and would grow. If it has "
+                    "an option error_feedback, set it to False; otherwise use it alone"
                 )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

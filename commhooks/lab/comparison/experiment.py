@@ -87,7 +87,7 @@ class Conditions:
                 raise ComparisonError(f"expected a rate in bits per second, found {rate}")
         for name, count in Counter(map(format_rate, self.links)).items():
             if count > 1:
-                raise ComparisonError(f"expected links of other rates, found {count} of {name}")
+                raise ComparisonError(f"expected different links, found {name} {count} times")
 
     def ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
         """Start ranks on this machine, over loopback or a link."""
