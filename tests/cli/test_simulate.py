@@ -97,7 +97,7 @@ def test_the_time_of_a_step_sets_the_speed(kept: Path, tmp_path: Path) -> None:
     arguments = (*BASIC, "--hook", "int8", "--world-size", "64", "--measurements", str(kept))
     text = run(*arguments, "--step-time", "350ms", "--json", str(figures))
     assert json.loads(figures.read_text())["alone_seconds"] == pytest.approx(0.35, rel=0.01)
-    assert "for gloo, unlimited cores, " in text
+    assert "for gloo, unlimited cores per rank, " in text
     assert "4 cores per rank" in run(*arguments, "--step-time", "1s", "--cores", "4")
     text = run(*arguments, "--step-time", "1s", "--speed", "2", status=2)
     assert "--speed and --step-time say the same" in text

@@ -336,7 +336,7 @@ def follow(rank: int, size: int, folder: Path) -> None:
 
     namespaces = [namespace() for _ in range(14)]
     assert run_page("composing.md", folder, *namespaces) == len(namespaces)
-    coming = [namespace() for _ in range(9)]
+    coming = [namespace() for _ in range(8)]
     for each in coming:
         each["handle"].remove()
     assert run_page("integrations/coming-from.md", folder, *coming) == len(coming)
