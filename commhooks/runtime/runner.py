@@ -104,10 +104,11 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def abort(self) -> None:
+    def abort(self, has_run: bool = True) -> None:
         """Abort the current step: buckets on their way fail, on all ranks.
 
-        The engine calls it by this name when it aborts a step.
+        The engine calls it by this name when it aborts a step, without ``has_run`` if no bucket of
+        the step has been launched on this rank.
         """
 
     @abstractmethod

@@ -164,11 +164,14 @@ class StepScheduler(Scheduler):
             self._take_results(execution)
         self._issue_in_turn()
 
-    def abort_incomplete(self) -> None:
+    def abort_incomplete(self, has_run: bool) -> None:
         """Abort the step although buckets are missing: those on their way fail, on all ranks.
 
-        Nothing happens if no bucket has been launched, because then no peer waits for this rank.
+        Without ``has_run`` none has been launched on this rank, but peers may be ahead. Otherwise
+        nothing happens if the step has ended.
         """
+        if not has_run:
+            self._begin_step()
         if self._state.phase in (Phase.OPEN, Phase.SENDING):
             text = f"[rank {self._group.rank()}] the backward pass ended before its last bucket"
             self.abort(CommHookError(text))

@@ -168,7 +168,7 @@ class StreamRunner(Runner):
             self._end_step()
         return completed(torch.empty(0))
 
-    def abort(self) -> None:
+    def abort(self, has_run: bool = True) -> None:  # noqa: ARG002
         """Fail the step if a bucket of it has run. None is ever on its way."""
         if self._state.phase is Phase.OPEN:
             text = f"[rank {self._group.rank()}] the backward pass ended before its last bucket"

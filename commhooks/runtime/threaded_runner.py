@@ -33,6 +33,9 @@ class ThreadedRunner(Runner):
     memory, the thread also has a stream of its own. Exchanges have another thread.
     """
 
+    fails_everywhere = True
+    """For the engine: Note [All ranks or none] in step_scheduler.py."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         rank, stream = self._group.rank(), self._stream
@@ -73,8 +76,9 @@ class ThreadedRunner(Runner):
         bucket = GradBucket(nothing, [], [], index=index, step=step)
         return self._launch(EndOfStep(self._hook, bucket, self._group))
 
-    def abort(self) -> None:
-        self._thread.call(self._steps.abort_incomplete)
+    def abort(self, has_run: bool = True) -> None:
+        steps = self._steps
+        self._thread.call(lambda: steps.abort_incomplete(has_run))
 
     def drain(self) -> None:
         self._thread.wait()  # so that exchanges of the last step have been handed over,

@@ -230,17 +230,19 @@ void BucketPipeline::end_collecting() {
     phase_ = Phase::Draining;
     waits = !manual_finalization_;
   }
-  if (unused_.shares_use()) {
-    or_abort([&] {
-      with_peers(default_group(), describe_sharing, [&] {
-        unused_.start_sharing(
-            groups_.process_groups(), tracker_.expected(), parameters_.front().device());
-      });
-    });
+  if (unused_.shares_use() && !groups_.of_users().hook->fails_everywhere()) {
+    or_abort([&] { start_sharing(); });
   }
   if (waits) {
     finalize_backward();
   }
+}
+
+void BucketPipeline::start_sharing() {
+  with_peers(default_group(), describe_sharing, [&] {
+    unused_.start_sharing(
+        groups_.process_groups(), tracker_.expected(), parameters_.front().device());
+  });
 }
 
 // -------------------------------------------------------------------------------- to the hooks
@@ -499,6 +501,9 @@ void BucketPipeline::drain() {
   const Recorder::Scope draining(recorder_, Activity::Drain, static_cast<size_t>(steps()));
   drain_buckets();
   if (unused_.shares_use()) {
+    if (groups_.of_users().hook->fails_everywhere()) {
+      start_sharing();  // now that the step succeeds: it could not be aborted
+    }
     finish_unused();
   }
   unused_.restore(parameters_, step_.store);
@@ -625,9 +630,11 @@ void BucketPipeline::abort() noexcept {
   phase_ = Phase::Failed;
   tracker_.expect_local();  // the rest of the backward that has failed
   turn_.changed.notify_all();
+  const bool has_gradients = step_.times.backward_start != Clock::time_point();
   if (is_drained_elsewhere) {
     hold.help();  // so that the step does not end before the hooks have been told to abort
-    lock.without([&] { groups_.abort(); });  // the other thread waits for their results
+    lock.without(
+        [&] { groups_.abort(has_gradients); });  // the other thread waits for their results
     hold.end();
   }
   lock.wait(turn_.changed, [&] {
@@ -639,7 +646,7 @@ void BucketPipeline::abort() noexcept {
   hold.take();
   is_aborting_ = true;
   lock.without([&] {
-    groups_.abort();
+    groups_.abort(has_gradients);
     // Other ranks have launched these buckets too, or have exited, so each completes or fails.
     for (auto& bucket : buckets_.all) {
       if (const auto& pending = bucket->reduction.pending) {

@@ -182,6 +182,7 @@ class BucketPipeline {
   void unpack(Bucket& bucket, const at::Tensor& average, const std::vector<size_t>& positions);
   std::string describe_average(const Bucket& bucket) const;
 
+  void start_sharing();
   void drain();
   void drain_buckets();
   void finish_unused();

@@ -144,9 +144,14 @@ class Hook {
       const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/, TransportPtr /*transport*/) {
   }
 
+  // Whether a step that fails on one rank fails on all, even if none of its buckets has run there.
+  virtual bool fails_everywhere() const {
+    return false;
+  }
+
   // Called when the step is aborted, possibly for a reason outside the hook. No more buckets of it
-  // will be launched.
-  virtual void abort() {}
+  // will be launched. `has_run`: whether one has been.
+  virtual void abort(bool /*has_run*/) {}
 };
 
 }  // namespace commhooks

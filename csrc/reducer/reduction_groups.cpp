@@ -50,9 +50,11 @@ void ReductionGroups::begin_step() {
   }
 }
 
-void ReductionGroups::abort() const {
+void ReductionGroups::abort(bool has_gradients) const {
   for (const ReductionGroup& group : groups_) {
-    group.hook->abort();
+    if (group.launched > 0 || (has_gradients && group.buckets > 0)) {
+      group.hook->abort(/*has_run=*/group.launched > 0);
+    }
   }
 }
 

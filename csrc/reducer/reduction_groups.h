@@ -81,8 +81,9 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `abort` of all hooks.
-  void abort() const;
+  // Calls `abort` of the hooks that have got buckets, and once gradients have arrived, when peers
+  // may be ahead, of those that were to get some.
+  void abort(bool has_gradients) const;
 
  private:
   std::vector<GroupPtr> process_groups_;

@@ -16,8 +16,9 @@ namespace commhooks {
 // ranks, where the other ranks count as zeros. At the end of a step in which parameters may be
 // unused, ranks therefore share which parameters they used, in this step and before it in
 // `no_sync`: the element-wise maximum of one number per parameter, 2 * (gradients in this backward)
-// + (whether used). With `static_graph` this happens once, and the numbers also describe the graph
-// to a rank that has run out of inputs.
+// + (whether used). Under a hook whose failure all ranks notice, they do so once the step has
+// succeeded: what they share cannot be aborted. With `static_graph` this happens once, and the
+// numbers also describe the graph to a rank that has run out of inputs.
 //
 // Averages of parameters that this rank used are written as soon as they are available; those of
 // other parameters wait here until it is known whether any rank used them.

@@ -347,7 +347,7 @@ def follow(rank: int, size: int, folder: Path) -> None:
         each["model"](torch.randn(2, 64)).sum().backward()
 
 
-COMING_FROM = ["powersgd", "int4", "schedule", "int4", "fp16", "topk", "gossip", "diloco", "bf16"]
+COMING_FROM = ["int4", "schedule", "int4", "fp16", "topk", "gossip", "diloco", "bf16"]
 """The hooks that the blocks of the page leave on their models."""
 
 

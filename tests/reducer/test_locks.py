@@ -240,7 +240,7 @@ class Waiting:
         self.pending.append(Future())
         return self.pending[-1]
 
-    def abort(self) -> None:
+    def abort(self, has_run: bool) -> None:
         while self.pending:
             self.pending.pop().set_exception(ValueError("aborted"))
 

@@ -179,13 +179,18 @@ def test_a_step_without_collectives_has_no_vote(seed: int) -> None:
     assert (outcome.groups, outcome.votes) == (0, 0)
 
 
-def test_a_step_that_ends_before_its_first_bucket_fails_nowhere() -> None:
-    """Nothing is published, and nobody waits; also after a step that has finished."""
-    early = [Fault(rank, step, bucket=0) for rank in range(2) for step in range(3) if step != 1]
-    outcome = run_steps(2, [[ALL], [ALL]], STEPS, 0, *early)
+@in_any_order
+@given(seeds)
+def test_a_step_that_ends_before_its_first_bucket_fails_on_all_ranks(seed: int) -> None:
+    """Also if all ranks end it, and if it is the second one in a row."""
+    outcome = run_steps(2, [[ALL], [ALL]], STEPS, seed, Fault(rank=0, step=1, bucket=0))
+    assert outcome.errors[1][1]
+    assert outcome.votes == STEPS - 1
+    early = [Fault(rank, step, bucket=0) for rank in range(2) for step in range(STEPS - 1)]
+    outcome = run_steps(2, [[ALL], [ALL]], STEPS, seed, *early)
     assert outcome.errors == [[[]] * STEPS] * 2
     assert outcome.votes == 1
-    assert outcome.recovered == [0, 0]
+    assert outcome.recovered == [STEPS - 1] * 2
 
 
 # ------------------------------------------------------------------------ exchanges between steps

@@ -379,26 +379,39 @@ class BreakingNet(Net):
         return first + (self.weights[1] * gradients[1]).sum()
 
 
-def break_backward(rank: int, size: int) -> tuple[str, bool]:
-    model = commhooks.DistributedDataParallel(BreakingNet(2), bucket_cap_mb=0.001)
+def break_backward(rank: int, size: int, **options: Any) -> str:
+    model = commhooks.DistributedDataParallel(BreakingNet(2), **options)
     commhooks.register(model, Fragile())
-    backward(model, rank, 0)
-    BreaksBackward.broken = rank == 1
     message = "no error"
-    try:
-        backward(model, rank, 1)
-    except (commhooks.CommHookError, ValueError) as error:
-        message = str(error)
-    BreaksBackward.broken = False
-    return message, all(map(torch.equal, backward(model, rank, 2), plain_average(size, 2, 2)))
+    for step in range(8):
+        BreaksBackward.broken = rank == 1 and step in (3, 4)
+        try:
+            averages = backward(model, rank, step)
+        except (commhooks.CommHookError, ValueError) as error:
+            assert step in (3, 4)
+            message = str(error)
+        else:
+            assert step not in (3, 4)
+            assert all(map(torch.equal, averages, plain_average(size, step, 2)))
+    return message
 
 
-def test_a_backward_that_raises(run_ranks: Any) -> None:
-    (peers, is_right), (own, is_right_too) = run_ranks(break_backward, 2)
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("megabytes", [0.001, 1])
+def test_a_backward_that_raises(
+    run_ranks: Any, megabytes: float, unused: bool, stable: bool
+) -> None:
+    """Also before its first bucket, and though ranks share which parameters they used."""
+    peers, own = run_ranks(
+        break_backward,
+        2,
+        bucket_cap_mb=megabytes,
+        find_unused_parameters=unused,
+        stable_buckets=stable,
+    )
     assert "[rank 1] the backward pass ended before its last bucket" in peers
     assert "out of luck" in own
-    assert is_right
-    assert is_right_too
 
 
 # --------------------------------------------------------------------------------- life and death

@@ -426,7 +426,7 @@ class _Rank(_Actor):
         step, index, count = self.step, self.bucket, len(self.world.program)
         if self._ends_early(step, index):
             self._next_step()
-            self.scheduler.abort_incomplete()
+            self.scheduler.abort_incomplete(has_run=index > 0)
             return
         if not self.world.knows_last:
             count += 1

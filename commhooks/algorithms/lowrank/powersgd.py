@@ -81,7 +81,8 @@ class PowerSGD(CommHook):
 
     A gradient with two or more dimensions is seen as a matrix (n, m), n being its outermost
     dimension in memory. Vectors, and matrices that would not shrink enough, are averaged exactly.
-    Factors, errors and all numbers on the wire are float32 (float64 for float64 gradients).
+    Factors, errors and, from ``start_step`` on, all numbers on the wire are float32 (float64 for
+    float64 gradients).
 
     Wire, per bucket and step: r·(n + m) elements for each matrix, and everything exact. Two-sided:
     two all-reduces, of P and everything exact, then of Q. One-sided: a single all-reduce of P or Q,

@@ -108,8 +108,11 @@ class PythonResult final : public FutureResult {
 
 PythonHook::PythonHook(py::object function)
     : function_(droppable(std::move(function))), name_(name_of(*function_)) {
-  const py::object checks = py::getattr(*function_, "checks_finite", py::none());
-  format_.checks_finite = checks.is(py::handle(Py_True));
+  const auto is_true = [&](const char* name) {
+    return py::getattr(*function_, name, py::none()).is(py::handle(Py_True));
+  };
+  format_.checks_finite = is_true("checks_finite");
+  fails_everywhere_ = is_true("fails_everywhere");
 }
 
 std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>& bucket) {
@@ -129,14 +132,14 @@ std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>
   });
 }
 
-void PythonHook::abort() {
+void PythonHook::abort(bool has_run) {
   if (!can_release()) {
     return;
   }
   py::gil_scoped_acquire gil;
   if (py::hasattr(*function_, "abort")) {
     try {
-      function_->attr("abort")();
+      function_->attr("abort")(has_run);
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("abort() of a communication hook");
     }

@@ -8,8 +8,9 @@
 namespace commhooks {
 
 // Calls `function(bucket)`, which returns a torch.futures.Future of one tensor. If `function` has
-// an attribute `abort`, it is called when a step ends early; if it has a `name`, profiles show
-// it; if its `checks_finite` is true, packing checks whether gradients are finite.
+// an attribute `abort`, `abort(has_run)` is called when a step ends early; if it has a `name`,
+// profiles show it; if its `checks_finite` is true, packing checks whether gradients are finite;
+// if its `fails_everywhere` is true, a step fails on all ranks or none.
 class PythonHook final : public Hook {
  public:
   explicit PythonHook(pybind11::object function);
@@ -20,13 +21,17 @@ class PythonHook final : public Hook {
   PackFormat format() const override {
     return format_;
   }
+  bool fails_everywhere() const override {
+    return fails_everywhere_;
+  }
   std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
-  void abort() override;
+  void abort(bool has_run) override;
 
  private:
   std::shared_ptr<pybind11::object> function_;
   std::string name_;
   PackFormat format_;
+  bool fails_everywhere_;
 };
 
 // Returns an observer that calls `function(indices)`; see BucketPipeline::Observer.
