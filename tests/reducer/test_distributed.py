@@ -107,7 +107,7 @@ def bad_arguments(rank: int, world_size: int) -> None:
         ValueError, match=r"keys that group_key gives to no parameter: \['expert'\]"
     ):
         DistributedDataParallel(nn.Linear(2, 2), key_process_groups={"expert": dist.group.WORLD})
-    with pytest.raises(ValueError, match="Bucket sizes must not be negative, found"):
+    with pytest.raises(ValueError, match="Bucket sizes must be finite and not negative, found"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=-1)
     for precision in ("bf16", torch.bfloat16, MixedPrecision("bf16")):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=re.escape(f"; found {precision!r}")):
