@@ -264,6 +264,8 @@ class DistributedDataParallel(Wrapper):
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
         elif torch.is_grad_enabled():
             self.reducer.expect_local_gradients()
+            if not self.reducer.is_attached:  # or uses of parameters here would not be noted
+                self.reducer.reattach()
         with collective(self.process_group, "the report of a rank that has inputs to join()"):
             if work := Join.notify_join_context(self):
                 wait(work)

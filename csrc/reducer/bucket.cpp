@@ -148,11 +148,7 @@ void Bucket::begin_step() {
 void Bucket::end_step() {
   reduction = {};
   store_ = {};
-  pieces_.clear();
-  pieces_numel_ = 0;
-  sources_.clear();
-  destinations_.clear();
-  kept_.clear();
+  clear_gathered();
   moved_.reset();
   finite_.reset();
 }
@@ -205,7 +201,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
     destinations_.push_back(view(target, i));
   }
   if (grads_are_views_ && !is_view) {
-    store_.set(parameters_[i], own_view(i));
+    replaced_.emplace_back(i, original);
   }
 }
 
@@ -216,10 +212,20 @@ void Bucket::flush(const PackFormat& format) {
   copier_.copy_pieces(
       pieces_, dtype(), packed_dtype(format), format.scale, leaves_cache(), finite_);
   copy_tensors(sources_, destinations_, format.scale, finite_);
+  for (const auto& [i, original] : replaced_) {
+    if (store_.get(parameters_[i]).is_same(original)) {  // otherwise a hook has replaced it
+      store_.set(parameters_[i], own_view(i));
+    }
+  }
+  clear_gathered();
+}
+
+void Bucket::clear_gathered() {
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
   destinations_.clear();
+  replaced_.clear();
   kept_.clear();
 }
 

@@ -144,6 +144,7 @@ class Bucket {
   const at::Tensor& packed(const PackFormat& format);
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
+  void clear_gathered();
   at::Tensor pack_sparse(const PackFormat& format) const;
   // Returns uninitialized memory for all elements.
   at::Tensor memory(c10::ScalarType dtype) const;
@@ -176,6 +177,8 @@ class Bucket {
   int64_t pieces_numel_ = 0;
   std::vector<at::Tensor> sources_;  // gradients that are not pieces, copied together as well
   std::vector<at::Tensor> destinations_;
+  // Gradients to replace by views once they are copied, with their positions.
+  std::vector<std::pair<size_t, at::Tensor>> replaced_;
   bool packs_all_ = true;           // no gradient was already in place
   at::Tensor finite_;               // whether the packed gradients are finite
   std::vector<c10::Storage> kept_;  // what `pieces_` point to: hooks of users may free gradients

@@ -244,8 +244,10 @@ void Reducer::begin_step(const std::vector<at::Tensor>& outputs, double scale) {
     pipeline_.begin_step_locked(lock, {.scale = scale}, std::move(unreachable));
     announcement = ++announcements_;
     backward_reached_outputs_ = false;
-    outputs_have_graph_ = std::any_of(
-        outputs.begin(), outputs.end(), [](const at::Tensor& output) { return output.grad_fn(); });
+    const auto has_graph = [](const auto& it) { return it.grad_fn() || !it.requires_grad(); };
+    const auto needs_none = [](const auto& it) { return !it.requires_grad(); };
+    outputs_have_graph_ = std::all_of(outputs.begin(), outputs.end(), has_graph) &&
+        !std::all_of(outputs.begin(), outputs.end(), needs_none);
     reaches_no_parameter_ =
         needs_outputs() && (reaches_none || tracker_.absent().size() == parameters_.size());
   }

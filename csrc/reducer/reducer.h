@@ -194,7 +194,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   BucketPipeline pipeline_;
   Accumulators accumulators_;
   int64_t announcements_ = 0;
-  // Of the forward that was announced last: some output was computed by autograd.
+  // Of the forward that was announced last: autograd has computed all outputs with gradients. That
+  // of a parameter or an input could come before a backward is seen at any output.
   bool outputs_have_graph_ = false;
   // A backward is at one of these outputs; only recorded if gradients may be of a local step.
   bool backward_reached_outputs_ = false;

@@ -267,6 +267,38 @@ def orders(rank: int, world_size: int, options: dict[str, Any], local_first: boo
         torch.testing.assert_close(found, sum(means))
 
 
+class ReturnsParameter(nn.Module):
+    """Returns a parameter as it is, whose gradient comes before those of the other output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.scale
+
+
+def local_forward_in_between(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(ReturnsParameter())
+    for inside in (False, True, True):
+        model.zero_grad()
+        y, scale = model(torch.full((1, 2), rank + 1.0))
+        loss = (y + (rank + 1) * scale).sum()
+        with model.no_sync():
+            model(torch.ones(1, 2))
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert model.module.scale.grad.tolist() == [1.5]
+        assert model.module.layer.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+def test_an_output_that_is_a_parameter_is_no_local_gradient(run_ranks: Any) -> None:
+    run_ranks(local_forward_in_between, 2)
+
+
 @pytest.mark.parametrize("local_first", [False, True])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_forward_decides_which_backward_averages(

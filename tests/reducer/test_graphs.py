@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -109,6 +110,29 @@ def used_in_no_sync_only(rank: int, world_size: int) -> None:
         assert_same(gradients(model), gradients(plain))
         model.zero_grad()
         plain.zero_grad()
+
+
+def used_in_no_sync_after_a_conversion(rank: int, world_size: int) -> None:
+    """It gives parameters other nodes of the graph."""
+    model = DistributedDataParallel(Branches(1), find_unused_parameters=True)
+    x = torch.full((2, 4), rank + 1.0)
+    for _ in range(3):
+        model(x, [0]).sum().backward()
+        model.module.double().float()
+        model.zero_grad()
+        with model.no_sync():
+            model(x, [0]).sum().backward()
+        model(x, []).sum().backward()
+        (found,) = (p.grad for p in model.module.branches[0].parameters() if p.dim() == 1)
+        assert found.tolist() == [2.0] * 4
+        found = model.module.branches[0].weight.grad
+        both = [torch.empty_like(found) for _ in range(world_size)]
+        dist.all_gather(both, found)
+        assert both[0].equal(both[1])
+
+
+def test_parameters_used_only_in_no_sync_are_averaged_after_a_conversion() -> None:
+    run_ranks(used_in_no_sync_after_a_conversion, 2)
 
 
 def test_parameters_used_only_in_no_sync_are_averaged_later() -> None:

@@ -556,6 +556,31 @@ def test_gradients_that_are_replaced_after_they_were_packed(
     run_ranks(clip_after_packing, 2, options, hook)
 
 
+def look_at_a_gradient(rank: int, world_size: int) -> None:
+    """Read a gradient in a hook and after an exception, before its bucket is full."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for layer in net:
+        nn.init.eye_(layer.weight)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    seen = []
+    net[0].weight.register_hook(lambda _: seen.append(net[1].weight.grad.clone()))
+    for step in range(4):
+        model.zero_grad()
+        own = torch.full((2, 2), 1.0 + rank + step)
+        model(own[:1]).sum().backward()
+        assert seen[-1].equal(own)
+        assert net[1].weight.grad.equal(torch.full((2, 2), 1.5 + step))
+    model.zero_grad()
+    net[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(own[:1] + 5).sum().backward()
+    assert net[1].weight.grad.equal(own + 5)
+
+
+def test_views_of_a_bucket_are_never_those_of_an_earlier_step() -> None:
+    run_ranks(look_at_a_gradient, 2)
+
+
 @dataclass
 class Keep(commhooks.CommHook):
     """Return the bucket as it is."""
