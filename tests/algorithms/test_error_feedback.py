@@ -220,7 +220,7 @@ def test_all_hooks_that_tell_their_contribution_are_tested() -> None:
     ids=str,
 )
 def test_hooks_whose_errors_would_grow_are_refused(inner: dict[str, Any]) -> None:
-    with pytest.raises(commhooks.CommHookOptionError, match="so that errors would grow"):
+    with pytest.raises(commhooks.CommHookOptionError, match="and would grow"):
         commhooks.create("error_feedback", inner=inner)
 
 
