@@ -148,6 +148,7 @@ class DistributedDataParallel(Wrapper):
         host_memory: bool = True,
     ) -> None:
         ENGINE.require("commhooks.DistributedDataParallel")
+        expect(nn.Module, module=module)
         nn.Module.__init__(self)
         Joinable.__init__(self)
         # torch.fx traces through all modules but those of torch.nn, and would leave averaging out.
@@ -164,7 +165,6 @@ class DistributedDataParallel(Wrapper):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             sharded = prepare_tensor_parallel(module, device_mesh)
-        expect(nn.Module, module=module)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = list(self.not_ignored_parameters().items())

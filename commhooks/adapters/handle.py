@@ -350,7 +350,7 @@ def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | _FunctionH
     if isinstance(hook, type) or not callable(hook):
         raise CommHookError(
             f"expected the name of a hook, a config, a CommHook or a function fn(state, bucket), "
-            f"found {hook!r}" + "; make an instance of it" * isinstance(hook, type)
+            f"found {hook!r}"
         )
     _check_arity(hook)
     if unknown := sorted(options.keys() - {"state"}):

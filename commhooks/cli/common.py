@@ -238,7 +238,9 @@ class TargetCluster:
         """Return a description of the prediction, in two lines."""
         each = self.cores_of_rank
         cores = "unlimited cores" if math.isinf(each) else f"{each:g} core{'s' * (each != 1)}"
-        relative = "at the speed of this machine" if speed == 1 else f"{speed:.3g} times as fast"
+        relative = (
+            "at the speed of this machine" if speed == 1 else f"{speed:.3g} times as fast as here"
+        )
         return (
             f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
             f"{format_duration(self.latency)}; predicted "

@@ -633,8 +633,8 @@ void BucketPipeline::abort() noexcept {
   const bool has_gradients = step_.times.backward_start != Clock::time_point();
   if (is_drained_elsewhere) {
     hold.help();  // so that the step does not end before the hooks have been told to abort
-    lock.without(
-        [&] { groups_.abort(has_gradients); });  // the other thread waits for their results
+    // The other thread waits for their results.
+    lock.without([&] { groups_.abort(has_gradients); });
     hold.end();
   }
   lock.wait(turn_.changed, [&] {

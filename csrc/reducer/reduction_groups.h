@@ -81,8 +81,8 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `abort` of the hooks that have got buckets, and once gradients have arrived, when peers
-  // may be ahead, of those that were to get some.
+  // Calls `abort` of the hooks that have buckets of this step. With `has_gradients`, when peers may
+  // be ahead, also of those whose buckets have not been launched.
   void abort(bool has_gradients) const;
 
  private:

@@ -529,14 +529,16 @@ def clip_after_packing(rank: int, world_size: int, options: dict[str, Any], hook
     net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
     for layer in net:
         nn.init.eye_(layer.weight)
-    model = DistributedDataParallel(net, bucket_cap_mb=1e-6, **options)
+    model = DistributedDataParallel(net, **options)
     if hook:
         commhooks.register(model, hook)
     first, last = net[0].weight, net[1].weight
+    clipped = []
 
     def clip(_: torch.Tensor) -> None:
         assert last.grad is not None
         last.grad = last.grad.clamp(max=100.0)
+        clipped.append(last.grad)
 
     first.register_post_accumulate_grad_hook(clip)
     for _ in range(3):
@@ -544,15 +546,21 @@ def clip_after_packing(rank: int, world_size: int, options: dict[str, Any], hook
         model(torch.full((1, 2), 1.0 + rank)).sum().backward()
         for parameter in (first, last):
             torch.testing.assert_close(parameter.grad, torch.full((2, 2), 1.5))
+        assert last.grad is clipped[-1]
 
 
 @pytest.mark.parametrize("hook", ["", "fp16", "int8"])
 @pytest.mark.parametrize("host_memory", [False, True])
 @pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("megabytes", [1e-6, 1])
 def test_gradients_that_are_replaced_after_they_were_packed(
-    view: bool, host_memory: bool, hook: str
+    megabytes: float, view: bool, host_memory: bool, hook: str
 ) -> None:
-    options = {"gradient_as_bucket_view": view, "host_memory": host_memory}
+    options = {
+        "bucket_cap_mb": megabytes,
+        "gradient_as_bucket_view": view,
+        "host_memory": host_memory,
+    }
     run_ranks(clip_after_packing, 2, options, hook)
 
 

@@ -414,6 +414,20 @@ def test_a_backward_that_raises(
     assert "out of luck" in own
 
 
+def abort_before_any_gradient(rank: int, size: int) -> None:
+    model = make_model(False, buckets=2)
+    commhooks.register(model, Fragile())
+    for step in range(4):
+        if rank == 1 and step == 2:
+            model(draw_gradients(rank, step, 2))
+            model.reducer.abort()
+        assert all(map(torch.equal, backward(model, rank, step), plain_average(size, step, 2)))
+
+
+def test_a_forward_without_a_backward_fails_no_step(run_ranks: Any) -> None:
+    run_ranks(abort_before_any_gradient, 2)
+
+
 # --------------------------------------------------------------------------------- life and death
 
 
